@@ -1,0 +1,20 @@
+"""What a layer, a layout change, a stage and an iteration cost: one file a formula family."""
+
+from galvatron.cost.conventions import GALVATRON, PAPER_SYSTEMS, Conventions
+from galvatron.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
+from galvatron.cost.pipeline import Schedule, in_flight, iteration_ns
+
+__all__ = [
+    "GALVATRON",
+    "NEVER",
+    "PAPER_SYSTEMS",
+    "Conventions",
+    "CostModel",
+    "Integers",
+    "LayerCosts",
+    "Schedule",
+    "StageCosts",
+    "Tables",
+    "in_flight",
+    "iteration_ns",
+]

@@ -1,0 +1,113 @@
+"""Layers and strategies as arrays, so that a whole table of costs is a few array expressions.
+
+Layer arrays have shape (T, 1), strategy arrays (S,): their products are (T, S) tables, one row a kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.cost.communication import Floats, GroupLinks
+from galvatron.spec import Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+
+__all__ = ["Bools", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerArrays:
+    """The model's kinds of layer as columns; sizes for one sample."""
+
+    split_parameters: Floats
+    replicated_parameters: Floats
+    tied_parameters: Floats
+    forward_s: Floats
+    backward_s: Floats
+    split_activation_bytes: Floats
+    replicated_activation_bytes: Floats
+    input_bytes: Floats
+    boundary_bytes: Floats
+    transient_bytes: Floats
+    splits: Floats
+    """1 where tensor parallelism divides the layer, 0 where each rank computes it whole."""
+    tp_forward_collectives: Floats
+    tp_backward_collectives: Floats
+    tp_message_bytes: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyArrays:
+    """The strategies of one stage size: degrees, flags, and the links of each axis' groups."""
+
+    data: Floats
+    dp: GroupLinks
+    sdp: GroupLinks
+    tp: GroupLinks
+    recompute: Bools
+    sequence_parallel: Bools
+    zero2: Bools
+
+
+def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LayerArrays:
+    kinds = model.kinds
+    feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
+    for before, after in zip(model.layers, model.layers[1:], strict=False):
+        feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
+    times = [_times(kind, model, cluster, profile) for kind in kinds]
+    tensor = [kind.tensor_parallel for kind in kinds]
+
+    def column(values: Sequence[float]) -> Floats:
+        return np.array(values, dtype=np.float64)[:, None]
+
+    whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
+    return LayerArrays(
+        split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
+        replicated_parameters=column(whole),
+        tied_parameters=column([kind.tied_parameters for kind in kinds]),
+        forward_s=column([forward for forward, _ in times]),
+        backward_s=column([backward for _, backward in times]),
+        split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),
+        replicated_activation_bytes=column([kind.replicated_activation_bytes for kind in kinds]),
+        input_bytes=column([feeds[kind.name] for kind in kinds]),
+        boundary_bytes=column([kind.boundary_bytes for kind in kinds]),
+        transient_bytes=column([kind.transient_bytes for kind in kinds]),
+        splits=column([0 if tp is None else 1 for tp in tensor]),
+        tp_forward_collectives=column([0 if tp is None else tp.forward_collectives for tp in tensor]),
+        tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
+        tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
+    )
+
+
+def _times(
+    kind: LayerSpec, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+) -> tuple[float, float]:
+    measured = profile.time_of(kind.name) if profile else None
+    if measured:
+        return measured.forward_s, measured.forward_s * measured.backward_ratio
+    forward_s = kind.forward_flops / cluster.device.flops_per_s(model.training.precision)
+    return forward_s, 2 * forward_s
+
+
+def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:
+    def groups(kind: Kind) -> GroupLinks:
+        links = [cluster.link(strategy.digits(kind)) for strategy in strategies]
+        return GroupLinks(
+            np.array([strategy.degree(kind) for strategy in strategies], dtype=np.float64),
+            np.array([link.bytes_per_s for link in links]),
+            np.array([link.latency_s for link in links]),
+        )
+
+    return StrategyArrays(
+        data=np.array([strategy.data_degree for strategy in strategies], dtype=np.float64),
+        dp=groups(Kind.DP),
+        sdp=groups(Kind.SDP),
+        tp=groups(Kind.TP),
+        recompute=np.array([strategy.recompute for strategy in strategies]),
+        sequence_parallel=np.array([strategy.sequence_parallel for strategy in strategies]),
+        zero2=np.array([strategy.zero2 for strategy in strategies]),
+    )

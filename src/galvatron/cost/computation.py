@@ -1,0 +1,51 @@
+"""Time of computation (docs/cost-model.md, "Computation").
+
+Paper Section 3.4: samples times the profiled time of one sample, backward twice forward, both divided by TP; beyond
+the paper a fixed overhead a layer and micro-batch, recompute, and the optimizer step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from galvatron.cost.arrays import LayerArrays, StrategyArrays
+from galvatron.cost.communication import Floats
+from galvatron.spec import Device
+
+__all__ = ["backward_s", "forward_s", "local_parameters", "optimizer_s"]
+
+_ADAM_BYTES = 28
+"""Traffic of one Adam update in fp32: read parameter, gradient and two moments, write parameter and moments."""
+
+
+def _split(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    return np.where(layers.splits > 0, strategies.tp.size, 1.0)
+
+
+def forward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device) -> Floats:
+    """Forward of this many samples on each device."""
+    seconds: Floats = samples * layers.forward_s / _split(layers, strategies) + device.layer_overhead_s
+    return seconds
+
+
+def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device) -> Floats:
+    """Backward of this many samples, with the second forward where the layer is recomputed."""
+    seconds: Floats = samples * layers.backward_s / _split(layers, strategies) + 2 * device.layer_overhead_s
+    return seconds + strategies.recompute * forward_s(samples, layers, strategies, device)
+
+
+def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Parameters of a layer on one device before SDP or ZeRO-2 shards them.
+
+    ``tied_here``: the stage also holds the layer that tied weights belong to, so that they are counted there.
+    """
+    split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
+    parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
+    return parameters
+
+
+def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device) -> Floats:
+    """One optimizer step over the parameters a device owns; memory-bound."""
+    owners = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
+    seconds: Floats = parameters / owners * _ADAM_BYTES / device.memory_bytes_per_s
+    return seconds

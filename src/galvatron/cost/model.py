@@ -1,0 +1,188 @@
+"""The cost model: all formula families put together into integer tables for the search.
+
+Times are whole nanoseconds and memory whole bytes, rounded up, so that sums are exact in any order and plans are
+identical from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.cost import computation, memory
+from galvatron.cost.arrays import layer_arrays, strategy_arrays
+from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, transfer_s
+from galvatron.cost.conventions import Conventions
+from galvatron.cost.overlap import overlapped_s
+from galvatron.cost.slice_gather import change_s, layout_rates
+from galvatron.spec import Cluster, Kind, Layout, ModelProfile, ModelSpec, Strategy
+
+__all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
+
+Integers = NDArray[np.int64]
+NEVER = 1 << 44
+"""Nanoseconds or bytes of what cannot be done; sums of thousands still fit an int64."""
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts:
+    """Where the time of one micro-batch goes, each (…, T, S) in seconds; communication is what stays exposed."""
+
+    compute_s: Floats
+    tp_s: Floats
+    sdp_s: Floats
+    sync_s: Floats
+    """Once an iteration: gradient synchronisation of DP and of tied weights, gathering of ZeRO-2."""
+    optimizer_s: Floats
+    """Once an iteration."""
+
+    @property
+    def steady_s(self) -> Floats:
+        return self.compute_s + self.tp_s + self.sdp_s
+
+    @property
+    def once_s(self) -> Floats:
+        return self.sync_s + self.optimizer_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """Costs of each kind of layer under each strategy, (…, T, S)."""
+
+    time_ns: Integers
+    """Mean time of a micro-batch, its share of once-an-iteration work included; NEVER where not allowed."""
+    state_bytes: Integers
+    activation_bytes: Integers
+    """Of one micro-batch in flight."""
+    transient_bytes: Integers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Prices a model on a cluster."""
+
+    model: ModelSpec
+    cluster: Cluster
+    conventions: Conventions
+    profile: ModelProfile | None = None
+
+    def stage(self, strategies: Sequence[Strategy], pipeline_degree: int) -> StageCosts:
+        return StageCosts(self, tuple(strategies), pipeline_degree)
+
+
+class StageCosts:
+    """Prices of all strategies of one stage size."""
+
+    def __init__(self, cost: CostModel, strategies: tuple[Strategy, ...], pipeline_degree: int) -> None:
+        self.cost = cost
+        self.strategies = strategies
+        self.devices = cost.cluster.devices // pipeline_degree
+        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(strategy.layout for strategy in strategies))
+        self.layout_of: Integers = np.array([self.layouts.index(strategy.layout) for strategy in strategies])
+        self.data_degree: Integers = np.array([strategy.data_degree for strategy in strategies])
+        self._layers = layer_arrays(cost.model, cost.cluster, cost.profile)
+        self._arrays = strategy_arrays(strategies, cost.cluster)
+        self._tied_elsewhere = pipeline_degree > 1
+        self._allowed = np.array(
+            [[kind.allows_tensor_parallel(s.degree(Kind.TP)) for s in strategies] for kind in cost.model.kinds]
+        )
+        self._rates = layout_rates(self.layouts, cost.cluster)
+        self._stage_link = cost.cluster.stage_link(self.devices) if pipeline_degree > 1 else None
+
+    def layer_costs(self, micro_batch: NDArray[np.int64]) -> LayerCosts:
+        """Time of one micro-batch by what it is spent on; ``micro_batch`` broadcasts in front of (T, S)."""
+        layers, arrays, cluster = self._layers, self._arrays, self.cost.cluster
+        conventions, precision = self.cost.conventions, self.cost.model.training.precision
+        samples = micro_batch / arrays.data
+        forward = computation.forward_s(samples, layers, arrays, cluster.device)
+        backward = computation.backward_s(samples, layers, arrays, cluster.device)
+
+        message = samples * layers.tp_message_bytes
+        reduce_s, gather_s = all_reduce_s(message, arrays.tp), all_gather_s(message, arrays.tp)
+        tp_forward = layers.tp_forward_collectives * reduce_s
+        tp_again = layers.tp_forward_collectives * (
+            arrays.recompute * reduce_s + arrays.sequence_parallel * gather_s
+        )  # recompute repeats forward; sequence parallelism gathers inputs again for the weights' gradients
+        tp_s = tp_forward + layers.tp_backward_collectives * reduce_s + tp_again
+
+        parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
+        gradient_scatter = all_gather_s(parameters * _GRADIENT_BYTES, arrays.sdp)
+        zero2_scatter = arrays.zero2 * all_gather_s(parameters * _GRADIENT_BYTES, arrays.dp)
+        each_backward = parameter_gather + gradient_scatter + zero2_scatter
+        slowdown = cluster.overlap_slowdown
+        if conventions.gather_ahead:
+            forward_exposed = overlapped_s(forward, parameter_gather, slowdown) - forward
+        else:
+            forward_exposed = parameter_gather
+        backward_with_scatter = overlapped_s(backward, each_backward, slowdown)
+
+        shard = parameters / arrays.sdp.size
+        sync = np.where(
+            arrays.zero2,
+            all_gather_s(parameters * precision.bytes, arrays.dp),
+            all_reduce_s(shard * _GRADIENT_BYTES, arrays.dp),
+        )
+        sync_exposed = overlapped_s(backward, each_backward + sync, slowdown) - backward_with_scatter
+        return LayerCosts(
+            compute_s=forward + backward,
+            tp_s=tp_s,
+            sdp_s=forward_exposed + backward_with_scatter - backward,
+            sync_s=sync_exposed + self._tied_sync_s(),
+            optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device),
+        )
+
+    def _tied_sync_s(self) -> Floats:
+        """Copies of tied weights in two stages sum their gradients once an iteration."""
+        layers, arrays, link = self._layers, self._arrays, self._stage_link
+        if link is None or not layers.tied_parameters.any():
+            return np.zeros((1, 1))
+        pair = GroupLinks(np.array([2.0]), np.array([link.bytes_per_s]), np.array([link.latency_s]))
+        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * _GRADIENT_BYTES
+        seconds: Floats = np.where(layers.tied_parameters > 0, all_reduce_s(size, pair), 0.0)
+        return seconds
+
+    def tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
+        """Integer tables for micro-batches of this many samples (all devices of the stage together)."""
+        micro_batch, micro_batches = micro_batch[..., None, None], micro_batches[..., None, None]
+        layers, arrays = self._layers, self._arrays
+        precision, conventions = self.cost.model.training.precision, self.cost.conventions
+        costs = self.layer_costs(micro_batch)
+        time = _up((costs.steady_s + costs.once_s / micro_batches) * 1e9)
+        possible = self._allowed & (micro_batch % self.data_degree == 0)
+        samples = micro_batch / arrays.data
+        parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        return Tables(
+            time_ns=np.where(possible, time, NEVER),
+            state_bytes=_up(memory.state_bytes(parameters, arrays, precision, conventions)),
+            activation_bytes=_up(memory.activation_bytes(samples, layers, arrays)),
+            transient_bytes=_up(
+                memory.transient_bytes(samples, parameters, layers, arrays, precision, conventions)
+            ),
+        )
+
+    def change_ns(self, micro_batch: int) -> Integers:
+        """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""
+        per_byte, fixed = self._rates
+        return _up(change_s(micro_batch * self._layers.boundary_bytes[:, :, None], per_byte, fixed) * 1e9)
+
+    def transfer_ns(self, micro_batch: int) -> Integers:
+        """One direction of the transfer between stages after a layer of each kind, by the receiver's layout: (T, K).
+
+        A rank receives just the rows that its layout asks for, whatever the sender's layout is.
+        """
+        if self._stage_link is None:
+            return np.zeros((len(self._layers.boundary_bytes), len(self.layouts)), dtype=np.int64)
+        parts = np.array([max(1, np.prod([digit.radix for digit in layout])) for layout in self.layouts])
+        link = self._stage_link
+        size = micro_batch / parts * self._layers.boundary_bytes
+        return _up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
+
+
+def _up(values: Floats) -> Integers:
+    """Round up, forgiving the last bits of floating point so that 3.0000000001 bytes are 3."""
+    return np.ceil(values - 1e-6).astype(np.int64)

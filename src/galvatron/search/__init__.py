@@ -1,0 +1,17 @@
+"""The exact search: stages (layers), cuts (stages of a pipeline), outer (batch × pipeline × micro-batches)."""
+
+from galvatron.search.combination import Combination, Solved
+from galvatron.search.outer import Optimum, Problem, Proof, search
+from galvatron.search.stage import StageProblem, StageSolution, solve_stage
+
+__all__ = [
+    "Combination",
+    "Optimum",
+    "Problem",
+    "Proof",
+    "Solved",
+    "StageProblem",
+    "StageSolution",
+    "search",
+    "solve_stage",
+]

@@ -1,0 +1,120 @@
+"""Where to cut the layers into pipeline stages: exact, for a fixed batch, micro-batch count and pipeline degree.
+
+An iteration takes Σ stages + (m − 1)·max stage. A dynamic program over cut positions runs on lower bounds of the stage
+times; the stages of its optimum are then solved exactly and their true times put in place of the bounds, until the
+optimum consists of true times only. Integers in float64, exact below 2⁵³.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.search.bounds import Floats
+
+__all__ = ["Cuts", "CutMatrix", "balanced_cuts", "best_cuts"]
+
+CutMatrix = Floats
+"""(L+1, W+1): time of a stage that ends before layer j and has w layers, at [j, w]; inf where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Stage p holds the layers from positions[p] to positions[p + 1]."""
+
+    objective: float
+    positions: tuple[int, ...]
+
+
+def best_cuts(matrices: list[CutMatrix], micro_batches: int, cutoff: float) -> Cuts | None:
+    """Cut positions that minimise Σ stages + (m − 1)·max stage, or None when nothing stays below the cutoff.
+
+    The sum alone is easy (a path); so the slowest stage is bounded from above, and the bound lowered to just below
+    what the last path had, as long as a better compromise is possible.
+    """
+    weight = micro_batches - 1
+    program = _Program(matrices)
+    path = program.shortest(np.inf)
+    if path is None:
+        return None
+    least_sum, slowest, positions = path
+    best, best_positions = least_sum + weight * slowest, positions
+    if weight:
+        least_slowest = program.least_slowest()
+        if least_sum + weight * least_slowest >= min(best, cutoff):
+            return Cuts(best, best_positions) if best < cutoff else None
+        while True:
+            limit = min(np.nextafter(slowest, 0), (min(best, cutoff) - least_sum) / weight)
+            if limit < least_slowest:
+                break
+            path = program.shortest(limit)
+            if path is None:
+                break
+            least_sum, slowest, positions = path
+            if least_sum + weight * slowest < best:
+                best, best_positions = least_sum + weight * slowest, positions
+    return Cuts(best, best_positions) if best < cutoff else None
+
+
+class _Program:
+    """Paths through cut positions."""
+
+    def __init__(self, matrices: list[CutMatrix]) -> None:
+        self.matrices = matrices
+        ends, widths = matrices[0].shape
+        begins = np.arange(ends)[:, None] - np.arange(widths)[None, :]
+        self.begins: NDArray[np.intp] = np.where(begins < 0, ends, begins)
+
+    def shortest(self, limit: float) -> tuple[float, float, tuple[int, ...]] | None:
+        """(sum, slowest, positions) of the least sum with every stage within the limit."""
+        ends = self.matrices[0].shape[0]
+        reach = np.full(ends + 1, np.inf)
+        reach[0] = 0.0
+        widths: list[NDArray[np.intp]] = []
+        for matrix in self.matrices:
+            bounded = matrix if limit == np.inf else np.where(matrix <= limit, matrix, np.inf)
+            total = reach[self.begins] + bounded
+            width = total.argmin(axis=1)
+            widths.append(width)
+            reach[:-1] = total[np.arange(ends), width]
+        if not np.isfinite(reach[ends - 1]):
+            return None
+        positions = [ends - 1]
+        for width in reversed(widths):
+            positions.append(positions[-1] - int(width[positions[-1]]))
+        positions.reverse()
+        slowest = max(
+            matrix[end, end - begin]
+            for matrix, begin, end in zip(self.matrices, positions, positions[1:], strict=False)
+        )
+        return float(reach[ends - 1]), float(slowest), tuple(positions)
+
+    def least_slowest(self) -> float:
+        """The least possible time of the slowest stage."""
+        ends = self.matrices[0].shape[0]
+        reach = np.full(ends + 1, np.inf)
+        reach[0] = 0.0
+        for matrix in self.matrices:
+            reach[:-1] = np.maximum(reach[self.begins], matrix).min(axis=1)
+        return float(reach[ends - 1])
+
+
+def balanced_cuts(weights: Floats, stages: int) -> tuple[int, ...]:
+    """Cut positions that minimise the heaviest stage: the paper's guidelines (Section 3.3), by layers, parameters,
+    memory or time, depending on what the weights are. Ties prefer the lighter remaining stages."""
+    layers = len(weights)
+    prefix = np.concatenate([[0.0], np.cumsum(weights)])
+    matrix = np.full((layers + 1, layers + 1), np.inf)
+    for end in range(1, layers + 1):
+        matrix[end, 1 : end + 1] = prefix[end] - prefix[end - 1 :: -1][:end]
+    program = _Program([matrix] * stages)
+    # Within the least heaviest stage, make squares small so that the others are even too.
+    limit = program.least_slowest() * (1 + 1e-12)
+    even = _Program([np.where(matrix <= limit, matrix * matrix, np.inf)] * stages)
+    path = even.shortest(np.inf)
+    assert path is not None
+    return path[2]
+
+

@@ -1,0 +1,194 @@
+"""The whole search: batch, pipeline degree, micro-batches, cuts and strategies together, with a proof.
+
+Paper Algorithm 1 loops over batch sizes and pipeline degrees and solves each; here every combination gets a cheap upper
+bound on its throughput, the most promising is refined first, and the search stops when no bound left is above the best
+plan found. That stop is the certificate: gap 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron.cost import NEVER, CostModel, Integers, Schedule, StageCosts
+from galvatron.search.bounds import Floats, hull_multipliers
+from galvatron.search.combination import Combination, Layers, Solved
+from galvatron.space import Space, divisors
+from galvatron.spec import Strategy
+
+__all__ = ["Optimum", "Problem", "Proof", "search"]
+
+_CHUNK = 1_000_000
+"""Table entries priced at once when combinations are bounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is searched."""
+
+    cost: CostModel
+    space: Space
+    schedule: Schedule
+    budget: int
+    """Bytes for tensors on each device."""
+    batches: tuple[int, ...]
+    max_micro_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Why nothing in the space is better."""
+
+    combinations: int
+    """Combinations of batch, pipeline degree and micro-batches in the space."""
+    opened: int
+    """Combinations whose cuts were looked at; the others were excluded by their first bound."""
+    solved: int
+    """Combinations solved exactly."""
+    stages_solved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best plan in the space."""
+
+    batch: int
+    pipeline_degree: int
+    micro_batches: int
+    solved: Solved
+    combination: Combination
+    proof: Proof
+
+    @property
+    def strategies(self) -> tuple[tuple[Strategy, ...], ...]:
+        """Strategy of each layer, by stage."""
+        of = self.combination.costs.strategies
+        return tuple(tuple(of[index] for index in stage.choice) for stage in self.solved.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A combination that is not excluded yet."""
+
+    pipeline_degree: int
+    batch: int
+    micro_batches: int
+
+
+def search(problem: Problem) -> Optimum | None:
+    """The plan with the highest throughput, or None when nothing fits.
+
+    Ties go to the smaller batch, then the smaller pipeline degree, then fewer micro-batches.
+    """
+    return _Search(problem).run()
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        model, cluster = problem.cost.model, problem.cost.cluster
+        index = {kind.name: i for i, kind in enumerate(model.kinds)}
+        self.layers = Layers(np.array([index[layer.name] for layer in model.layers]), len(model.kinds))
+        self.stage_costs: dict[int, StageCosts] = {
+            degree: problem.cost.stage(problem.space.strategies(cluster.devices // degree), degree)
+            for degree in problem.space.pipeline_degrees(cluster.devices)
+            if degree <= len(model.layers)
+        }
+
+    def run(self) -> Optimum | None:
+        heap = [
+            (-candidate.batch / bound, candidate.batch, candidate.pipeline_degree, candidate.micro_batches, 0)
+            for candidate, bound in self._first_bounds()
+        ]
+        total = len(heap)
+        heapq.heapify(heap)
+        opened: dict[tuple[int, int, int], Combination] = {}
+        best: tuple[int, int, Solved, Combination] | None = None
+        solved_count = 0
+        while heap:
+            rank, batch, degree, micro_batches, tier = heapq.heappop(heap)
+            if best is not None and -rank * best[1] <= best[0]:
+                break
+            cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
+            key = (batch, degree, micro_batches)
+            if tier == 0:
+                opened[key] = self._combination(batch, degree, micro_batches)
+                bound = opened[key].bound(cutoff)
+                if np.isfinite(bound):
+                    heapq.heappush(heap, (max(rank, -batch / bound), *key, 1))
+                continue
+            solved_count += 1
+            solved = opened[key].solve(cutoff)
+            if solved is not None and solved.iteration_ns < cutoff:
+                best = (batch, solved.iteration_ns, solved, opened[key])
+        if best is None:
+            return None
+        batch, _, solved, combination = best
+        proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()))
+        return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
+
+    def _combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
+        return Combination(
+            self.layers,
+            self.stage_costs[degree],
+            pipeline_degree=degree,
+            batch=batch,
+            micro_batches=micro_batches,
+            schedule=self.problem.schedule,
+            budget=self.problem.budget,
+        )
+
+    def _micro_batch_counts(self, batch: int, degree: int) -> list[int]:
+        """Counts that divide the batch; a pipeline under 1F1B needs at least as many as stages."""
+        if degree == 1 and not self.problem.space.switches.accumulation:
+            return [1]
+        least = degree if self.problem.schedule is Schedule.ONE_F_ONE_B else 1
+        most = self.problem.max_micro_batches or batch
+        return [count for count in divisors(batch) if least <= count <= most]
+
+    def _first_bounds(self) -> Iterator[tuple[_Candidate, float]]:
+        """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
+        for degree, costs in self.stage_costs.items():
+            pairs = [(b, m) for b in self.problem.batches for m in self._micro_batch_counts(b, degree)]
+            size = max(1, _CHUNK // (len(costs.strategies) * len(self.layers.total)))
+            for start in range(0, len(pairs), size):
+                chunk = pairs[start : start + size]
+                bounds = self._bounds_of(degree, costs, chunk)
+                for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
+                    if np.isfinite(bound):
+                        yield _Candidate(degree, batch, micro_batches), bound
+
+    def _bounds_of(self, degree: int, costs: StageCosts, pairs: Sequence[tuple[int, int]]) -> Floats:
+        """Bounds of many combinations of one pipeline degree at once.
+
+        All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
+        time of the slowest single layer.
+        """
+        batch = np.array([b for b, _ in pairs])
+        micro_batches = np.array([m for _, m in pairs])
+        tables = costs.tables(batch // micro_batches, micro_batches)
+        all_held = self.problem.schedule is Schedule.GPIPE and degree > 1
+        held = micro_batches if all_held else np.ones_like(micro_batches)
+        usable = tables.time_ns < NEVER
+        memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
+        transient = np.where(usable, tables.transient_bytes, NEVER).min(axis=2)
+        room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
+        counts = self.layers.total
+        middle = len(pairs) // 2
+        lams = hull_multipliers(tables.time_ns[middle], memory[middle])
+        lams = lams[:: max(1, len(lams) // 12)]
+        total = np.full(len(pairs), -np.inf)
+        for lam in lams:
+            total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
+        slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
+        bounds = total + (micro_batches - 1) * np.maximum(total / degree, slowest_layer)
+        fits = _least(memory) @ counts <= room
+        return np.where(fits & (slowest_layer < NEVER), bounds, np.inf)
+
+
+def _least(memory: Integers) -> Integers:
+    least: Integers = memory.min(axis=2)
+    return least

@@ -1,0 +1,41 @@
+"""The paper's takeaways as named rules (Section 3.2).
+
+The first two shape the space as it is built; the third removes candidates and can be turned off, because it is a
+heuristic: hybrid sharding (DP over SDP) moves less over slow links than SDP over all devices does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron.spec.strategy import Kind, Strategy
+
+__all__ = ["RULES", "TAKEAWAY_1", "TAKEAWAY_2", "TAKEAWAY_3", "Rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of the space: what it says, and whether it merely prunes."""
+
+    name: str
+    statement: str
+    prunes: bool
+    """True: a filter over strategies that may be turned off; False: part of how the space is built."""
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether a pruning rule keeps this strategy."""
+        return not (self is TAKEAWAY_3 and strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1)
+
+
+TAKEAWAY_1 = Rule(
+    "takeaway-1",
+    "Pipeline stages are consecutive blocks of devices, so the pipeline crosses the slow links between islands.",
+    prunes=False,
+)
+TAKEAWAY_2 = Rule(
+    "takeaway-2",
+    "Every parallelism divides devices into groups of equal size; only pipeline stages may differ in strategy.",
+    prunes=False,
+)
+TAKEAWAY_3 = Rule("takeaway-3", "DP and SDP are not combined in one layer.", prunes=True)
+RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)

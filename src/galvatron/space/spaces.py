@@ -1,0 +1,106 @@
+"""Spaces: which strategies and pipeline degrees a search may use.
+
+The baselines of the paper (Section 5.1) are restrictions of one space, so the same search answers for all of them.
+Extensions beyond the paper are switches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from galvatron.errors import InvalidInput
+from galvatron.space.rules import TAKEAWAY_3
+from galvatron.space.tree import pipeline_degrees, tree
+from galvatron.spec.strategy import Axis, Kind, Strategy
+
+__all__ = ["EXTENDED", "PAPER", "SPACES", "Space", "Switches", "space_named"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """Extensions of the paper's space, each on or off; a plan records them."""
+
+    recompute: bool = False
+    """Each layer may keep only its input and run forward again."""
+    sequence_parallel: bool = False
+    """Each layer with TP may also divide what TP replicates along the sequence."""
+    zero2: bool = False
+    """Each layer with DP may shard gradients and optimizer states."""
+    hybrid_sharding: bool = False
+    """DP over SDP in one layer: turns Takeaway #3 off."""
+    accumulation: bool = False
+    """Micro-batches without a pipeline: gradients accumulate over them."""
+
+
+PAPER = Switches()
+EXTENDED = Switches(recompute=True, sequence_parallel=True, zero2=True, hybrid_sharding=True, accumulation=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """A named set of strategies and pipeline degrees."""
+
+    name: str
+    title: str
+    kinds: frozenset[Kind] = frozenset(Kind)
+    pipeline: str = "any"
+    """Degrees of pipeline parallelism: "any", "none" (1), "all" (one device a stage) or "two"."""
+    fixed: bool = False
+    """3D: one strategy for all layers, 2-way TP inside DP inside a 2-way pipeline."""
+    switches: Switches = PAPER
+
+    def pipeline_degrees(self, devices: int) -> tuple[int, ...]:
+        if self.pipeline == "none":
+            return (1,)
+        if self.pipeline == "all":
+            return (devices,)
+        if self.pipeline == "two":
+            if devices % 4:
+                raise InvalidInput(f"space 3d combines 2-way TP and 2-way PP: {devices} devices are not a multiple of 4")
+            return (2,)
+        return pipeline_degrees(devices)
+
+    def strategies(self, devices: int) -> tuple[Strategy, ...]:
+        """Candidates for a layer in a stage of this many devices."""
+        if self.fixed:
+            data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
+            paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
+        else:
+            paths = tree(devices, [kind for kind in Kind if kind in self.kinds])
+        if not self.switches.hybrid_sharding:
+            paths = tuple(path for path in paths if TAKEAWAY_3.allows(path))
+        return tuple(flagged for path in paths for flagged in self._flagged(path))
+
+    def _flagged(self, path: Strategy) -> list[Strategy]:
+        has_dp, has_sdp = path.degree(Kind.DP) > 1, path.degree(Kind.SDP) > 1
+        zero2 = (False, True) if self.switches.zero2 and has_dp and not has_sdp else (False,)
+        sequence = (False, True) if self.switches.sequence_parallel and path.degree(Kind.TP) > 1 else (False,)
+        recompute = (False, True) if self.switches.recompute else (False,)
+        return [
+            replace(path, zero2=z, sequence_parallel=s, recompute=r)
+            for z, s, r in product(zero2, sequence, recompute)
+        ]
+
+    def with_switches(self, switches: Switches) -> Space:
+        """The same restriction, with extensions where they make sense for it."""
+        return replace(self, switches=switches)
+
+
+SPACES = (
+    Space(name="full", title="every combination of DP, SDP, TP and PP"),
+    Space(name="dp", title="data parallelism on all devices", kinds=frozenset({Kind.DP}), pipeline="none"),
+    Space(name="tp", title="tensor parallelism on all devices", kinds=frozenset({Kind.TP}), pipeline="none"),
+    Space(name="pp", title="one device a pipeline stage", pipeline="all"),
+    Space(name="sdp", title="sharded data parallelism on all devices", kinds=frozenset({Kind.SDP}), pipeline="none"),
+    Space(name="3d", title="2-way PP over DP over 2-way TP, everywhere", pipeline="two", fixed=True),
+    Space(name="dp+tp", title="DP and TP, chosen layer by layer", kinds=frozenset({Kind.DP, Kind.TP}), pipeline="none"),
+    Space(name="dp+pp", title="DP inside pipeline stages", kinds=frozenset({Kind.DP})),
+)
+
+
+def space_named(name: str, switches: Switches = PAPER) -> Space:
+    for space in SPACES:
+        if space.name == name:
+            return space.with_switches(switches)
+    raise InvalidInput(f"space {name!r} is unknown; choose one of {', '.join(space.name for space in SPACES)}")

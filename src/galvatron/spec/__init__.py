@@ -1,0 +1,28 @@
+"""Facts: models, clusters, strategies, profiles. Imports nothing of the package but errors."""
+
+from galvatron.spec.cluster import Cluster, Device, Level, Link
+from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.spec.profile import LayerTime, ModelProfile
+from galvatron.spec.strategy import Axis, Digit, Kind, Layout, Strategy, gathered_digits, prime_factors
+
+__all__ = [
+    "Attention",
+    "Axis",
+    "Cluster",
+    "Device",
+    "Digit",
+    "Kind",
+    "LayerSpec",
+    "LayerTime",
+    "Layout",
+    "Level",
+    "Link",
+    "ModelProfile",
+    "ModelSpec",
+    "Precision",
+    "Strategy",
+    "TensorParallel",
+    "Training",
+    "gathered_digits",
+    "prime_factors",
+]

@@ -1,0 +1,134 @@
+"""What a cluster is to the planner: one kind of device, and nested islands of links.
+
+Facts only. Devices are numbered so that neighbours in number are neighbours in the innermost island; a group of ranks
+is described by the digits of the rank that vary in it (:class:`galvatron.spec.strategy.Digit`), and :meth:`Cluster.link`
+says what such a group gets from the links it really spans. Paper Section 3.2 (device islands), 3.4 (bandwidths).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from galvatron.errors import InvalidInput
+from galvatron.spec.model import Precision
+from galvatron.spec.strategy import Digit
+
+__all__ = ["Cluster", "Device", "Level", "Link"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    """Achieved bandwidth of its own memory: prices the optimizer step."""
+    fp32_flops_per_s: float
+    """Achieved (not peak) rate of a Transformer layer's forward in fp32."""
+    bf16_flops_per_s: float | None = None
+    """Achieved rate in bf16; None: the device has no bf16."""
+    layer_overhead_s: float = 0.0
+    """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
+
+    def flops_per_s(self, precision: Precision) -> float:
+        if precision is Precision.FP32:
+            return self.fp32_flops_per_s
+        if self.bf16_flops_per_s is None:
+            raise InvalidInput(f"device {self.name!r} has no bf16 arithmetic; use --precision fp32")
+        return self.bf16_flops_per_s
+
+    @property
+    def precision(self) -> Precision:
+        """The arithmetic people train with on this device: bf16 where it exists."""
+        return Precision.FP32 if self.bf16_flops_per_s is None else Precision.BF16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """One level of islands: how many units of the level below it joins, and by which links."""
+
+    name: str
+    units: int
+    """Units joined: devices for the innermost level, else islands of the level below."""
+    bytes_per_s: float
+    """Bus bandwidth of a ring: what a shared link carries in all, or each device's own lane where not shared."""
+    latency_s: float
+    shared: bool
+    """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one group sees: bandwidth of its ring and latency of a step."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal devices in nested islands."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    """Innermost first; empty for a single device."""
+    reserved_bytes: int
+    """Memory a process needs besides tensors: context, communication buffers, workspace."""
+    overlap_slowdown: float = 1.0
+    """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
+    source: str = ""
+    """Where the figures come from."""
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(level.units for level in self.levels)
+
+    @cached_property
+    def has_uneven_links(self) -> bool:
+        """Whether islands differ in speed, so that who talks to whom matters."""
+        return len({(level.bytes_per_s, level.shared) for level in self.levels}) > 1
+
+    def link(self, digits: Iterable[Digit]) -> Link:
+        """Bandwidth and latency of a group whose members differ in these digits.
+
+        The ring is as fast as its slowest crossing. A level is crossed when some digit's block does not lie inside one
+        unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group has one lane
+        for each of its members there.
+        """
+        digits = tuple(digits)
+        bytes_per_s, latency_s = math.inf, 0.0
+        unit_size = 1
+        for level in self.levels:
+            if any(unit_size % digit.block for digit in digits):
+                members = math.prod(max(1, min(digit.radix, unit_size // digit.stride)) for digit in digits)
+                lanes = members / unit_size if level.shared else members
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s * lanes)
+                latency_s = max(latency_s, level.latency_s)
+            unit_size *= level.units
+        return Link(bytes_per_s, latency_s)
+
+    def stage_link(self, stage_devices: int) -> Link:
+        """Bandwidth of one device's transfer to its peer in the next stage, at the slowest boundary between stages."""
+        bytes_per_s, latency_s = math.inf, 0.0
+        unit_size = 1
+        for level in self.levels:
+            if unit_size * level.units > stage_devices:
+                sharers = min(stage_devices, unit_size) if level.shared else 1
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s / sharers)
+                latency_s = max(latency_s, level.latency_s)
+            unit_size *= level.units
+        return Link(bytes_per_s, latency_s)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the facts, whatever file or preset they came from."""
+        facts = asdict(self)
+        del facts["name"], facts["source"]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

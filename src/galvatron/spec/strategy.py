@@ -1,0 +1,162 @@
+"""A strategy: how one layer is spread over the devices of its stage, and what layout its activations then have.
+
+Knows nothing of models, links or costs. Paper Section 3.2: a path through a decision tree, outermost level first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import takewhile
+
+from galvatron.errors import InvalidInput
+
+__all__ = ["Axis", "Digit", "Kind", "Layout", "Strategy", "compatible", "gathered_digits", "prime_factors"]
+
+
+class Kind(StrEnum):
+    """A basic parallelism inside a stage (paper Section 3.1)."""
+
+    DP = "dp"
+    """Data parallelism: samples divided, parameters replicated."""
+    SDP = "sdp"
+    """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
+    TP = "tp"
+    """Tensor parallelism (Megatron): weights and inner activations divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One level of a decision tree: a kind and its degree."""
+
+    kind: Kind
+    degree: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Digit:
+    """One prime factor of a rank's number inside its stage: ``rank // stride % radix``.
+
+    When the stage size is a power of two the digits are the bits of the rank.
+    """
+
+    stride: int
+    radix: int
+
+    @property
+    def block(self) -> int:
+        """Ranks that one full turn of this digit covers."""
+        return self.stride * self.radix
+
+
+Layout = frozenset[Digit]
+"""The digits that divide the batch: two layers with the same layout need no Slice-Gather between them."""
+
+_TEXT = re.compile(r"(?:(?P<axes>(?:s?dp|tp)\d+(?:-(?:s?dp|tp)\d+)*)|single)(?P<flags>(?:\+(?:rc|sp|zero2))*)")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Axes from outermost (far apart devices) to innermost (neighbours), plus flags."""
+
+    axes: tuple[Axis, ...] = ()
+    recompute: bool = False
+    """Keep only the layer's input and run its forward again in backward."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: what TP would replicate is divided along the sequence."""
+    zero2: bool = False
+    """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
+
+    @cached_property
+    def devices(self) -> int:
+        product = 1
+        for axis in self.axes:
+            product *= axis.degree
+        return product
+
+    def degree(self, kind: Kind) -> int:
+        return next((axis.degree for axis in self.axes if axis.kind is kind), 1)
+
+    @cached_property
+    def data_degree(self) -> int:
+        """Into how many parts the batch is divided."""
+        return self.degree(Kind.DP) * self.degree(Kind.SDP)
+
+    def digits(self, *kinds: Kind) -> Layout:
+        """The digits of the rank that the axes of these kinds own."""
+        owned: set[Digit] = set()
+        stride = self.devices
+        for axis in self.axes:
+            for prime in prime_factors(axis.degree):
+                stride //= prime
+                if axis.kind in kinds:
+                    owned.add(Digit(stride, prime))
+        return frozenset(owned)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.digits(Kind.DP, Kind.SDP)
+
+    def __str__(self) -> str:
+        axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"
+        flags = (("+zero2", self.zero2), ("+sp", self.sequence_parallel), ("+rc", self.recompute))
+        return axes + "".join(text for text, on in flags if on)
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The inverse of ``str``: ``"dp2-tp4+rc"``."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise InvalidInput(
+                f"{text!r} is not a strategy; write axes outermost first with flags, such as 'dp2-tp4', "
+                "'sdp8+rc', 'tp8+sp' or 'single'"
+            )
+        axes = []
+        for part in match["axes"].split("-") if match["axes"] else []:
+            name = "".join(takewhile(str.isalpha, part))
+            axes.append(Axis(Kind(name), int(part[len(name) :])))
+        flags = match["flags"].split("+")[1:]
+        strategy = cls(tuple(axes), "rc" in flags, "sp" in flags, "zero2" in flags)
+        strategy.check()
+        return strategy
+
+    def check(self) -> None:
+        """Reject what no decision tree holds: a kind twice, a degree below two, a flag without its axis."""
+        kinds = [axis.kind for axis in self.axes]
+        if len(set(kinds)) != len(kinds) or any(axis.degree < 2 for axis in self.axes):
+            raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
+        if self.sequence_parallel and Kind.TP not in kinds:
+            raise InvalidInput(f"strategy {str(self)!r}: sequence parallelism (+sp) needs a tp axis")
+        if self.zero2 and (Kind.DP not in kinds or Kind.SDP in kinds):
+            raise InvalidInput(f"strategy {str(self)!r}: ZeRO-2 (+zero2) needs a dp axis and no sdp axis")
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Prime factors, largest first, so that the outermost digit of 12 devices is the 3 and the rest are bits."""
+    factors: list[int] = []
+    prime = 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+    return tuple(reversed(factors))
+
+
+def compatible(first: Digit, second: Digit) -> bool:
+    """Whether both digits can belong to one way of writing the rank (always true for powers of two)."""
+    return first == second or second.stride % first.block == 0 or first.stride % second.block == 0
+
+
+def gathered_digits(source: Layout, target: Layout) -> Layout:
+    """The digits an all-gather must span to turn a batch laid out as ``source`` into ``target``.
+
+    Slice-Gather (paper Section 4): slice the digits in target∖source, which is free, then all-gather those in
+    source∖target. Where the two layouts write ranks in different mixed radices no partial gather lines up, so all of
+    the source is gathered first.
+    """
+    if all(compatible(a, b) for a in source for b in target):
+        return source - target
+    return source

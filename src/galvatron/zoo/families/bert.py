@@ -1,0 +1,100 @@
+"""BERT (Hugging Face's ``BertForMaskedLM``): post-norm encoder, learned positions, masked-language-model head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galvatron.spec.model import ModelSpec, Training
+from galvatron.zoo.blocks import (
+    AttentionShape,
+    FeedForwardShape,
+    attention,
+    collectives,
+    dropout_active,
+    feed_forward,
+    language_head,
+    token_count,
+)
+from galvatron.zoo.ops import ID_BYTES, Op, Split, activation, dropout, layer, layer_norm, linear, residual
+
+__all__ = ["Bert"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bert:
+    """Hyper-parameters; the defaults are Hugging Face's."""
+
+    hidden: int = 768
+    layers: int = 12
+    heads: int = 12
+    inner: int = 3072
+    vocabulary: int = 30522
+    positions: int = 512
+    token_types: int = 2
+    activation: str = "gelu"
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    tied: bool = True
+
+    def spec(self, name: str, training: Training) -> ModelSpec:
+        tokens = token_count(training, self.positions, model=name, learned_positions=True)
+        element = training.precision.bytes
+        boundary = tokens * self.hidden * element
+        drop = dropout(
+            tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element
+        )
+        norm = layer_norm(tokens, self.hidden, element=element)
+        tables = (self.positions + self.token_types) * self.hidden
+        words = self.vocabulary * self.hidden
+        embedding = layer(
+            "embedding",
+            (Op(parameters=words + tables, replicated_parameters=tables, replicated=tokens * ID_BYTES), norm, *drop),
+            boundary=boundary,
+            tensor_parallel=collectives(boundary, forward=1, backward=0),
+        )
+        attend = attention(
+            AttentionShape(
+                hidden=self.hidden,
+                heads=self.heads,
+                kv_heads=self.heads,
+                head_dim=self.hidden // self.heads,
+                queries=tokens,
+                keys=tokens,
+                span=tokens,
+                bias=True,
+                output_bias=True,
+                dropout=dropout_active(training, self.attention_dropout),
+            ),
+            training,
+        )
+        feed = feed_forward(
+            FeedForwardShape(
+                tokens=tokens, hidden=self.hidden, inner=self.inner, activation=self.activation, bias=True
+            ),
+            training,
+        )
+        encoder = layer(
+            "encoder",
+            (*residual((*attend, *drop), boundary), norm, *residual((*feed, *drop), boundary), norm),
+            boundary=boundary,
+            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
+        )
+        transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
+        act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True)
+        # Untied, Hugging Face has two biases over the vocabulary, the head's own and the projection's.
+        head = language_head(
+            (transform, act, norm, Op(parameters=0 if self.tied else self.vocabulary)),
+            training,
+            tokens=tokens,
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            bias=True,
+            tied=self.tied,
+            boundary=boundary,
+        )
+        return ModelSpec(
+            name=name,
+            family="bert",
+            layers=(embedding, *[encoder] * self.layers, head),
+            training=training,
+        )
