@@ -1,6 +1,7 @@
 """What a layer, a layout change, a stage and an iteration cost: one file a formula family."""
 
 from galvatron.cost.conventions import GALVATRON, PAPER_SYSTEMS, Conventions
+from galvatron.cost.memory import STATE_BYTES
 from galvatron.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
 from galvatron.cost.pipeline import Schedule, in_flight, iteration_ns
 
@@ -8,6 +9,7 @@ __all__ = [
     "GALVATRON",
     "NEVER",
     "PAPER_SYSTEMS",
+    "STATE_BYTES",
     "Conventions",
     "CostModel",
     "Integers",

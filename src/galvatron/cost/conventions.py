@@ -22,6 +22,14 @@ class Conventions:
     gathered_layers: int
     """Layers whose gathered parameters are alive at once under SDP: the current one and those prefetched."""
 
+    loss_on_whole_batch: bool
+    """Whether a pipeline joins its micro-batches before the loss (PyTorch's GPipe does), so that the last layer's
+    transient is that of the whole batch."""
 
-GALVATRON = Conventions(name="galvatron", gather_ahead=True, state_padding=0.0, gathered_layers=2)
-PAPER_SYSTEMS = Conventions(name="paper", gather_ahead=False, state_padding=0.025, gathered_layers=1)
+
+GALVATRON = Conventions(
+    name="galvatron", gather_ahead=True, state_padding=0.0, gathered_layers=2, loss_on_whole_batch=False
+)
+PAPER_SYSTEMS = Conventions(
+    name="paper", gather_ahead=False, state_padding=0.025, gathered_layers=1, loss_on_whole_batch=True
+)

@@ -12,10 +12,10 @@ from galvatron.cost.communication import Floats
 from galvatron.cost.conventions import Conventions
 from galvatron.spec import Precision
 
-__all__ = ["activation_bytes", "state_bytes", "transient_bytes"]
+__all__ = ["STATE_BYTES", "activation_bytes", "state_bytes", "transient_bytes"]
 
-_ADAM_STATE_BYTES = 16
-"""fp32 parameter, gradient and two moments."""
+STATE_BYTES = 16
+"""Of one parameter with Adam: fp32 value, gradient and two moments."""
 
 
 def state_bytes(
@@ -29,7 +29,7 @@ def state_bytes(
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     padding = np.where(shards > 1, 1 + conventions.state_padding, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
-    total: Floats = parameters * (_ADAM_STATE_BYTES / shards * padding + keeps_copy * precision.bytes)
+    total: Floats = parameters * (STATE_BYTES / shards * padding + keeps_copy * precision.bytes)
     return total
 
 

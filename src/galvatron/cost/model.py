@@ -70,6 +70,10 @@ class CostModel:
     conventions: Conventions
     profile: ModelProfile | None = None
 
+    def forward_s(self) -> Floats:
+        """(T,) forward time of one sample of each kind of layer on one device."""
+        return layer_arrays(self.model, self.cluster, self.profile).forward_s[:, 0]
+
     def stage(self, strategies: Sequence[Strategy], pipeline_degree: int) -> StageCosts:
         return StageCosts(self, tuple(strategies), pipeline_degree)
 
@@ -161,9 +165,18 @@ class StageCosts:
             state_bytes=_up(memory.state_bytes(parameters, arrays, precision, conventions)),
             activation_bytes=_up(memory.activation_bytes(samples, layers, arrays)),
             transient_bytes=_up(
-                memory.transient_bytes(samples, parameters, layers, arrays, precision, conventions)
+                memory.transient_bytes(
+                    samples * self._working_share(micro_batches), parameters, layers, arrays, precision, conventions
+                )
             ),
         )
+
+    def _working_share(self, micro_batches: NDArray[np.int64]) -> Floats:
+        """Micro-batches each layer works on at once: one, but for a loss that waits for the whole batch."""
+        share = np.ones((*micro_batches.shape[:-2], len(self.cost.model.kinds), 1))
+        if self.cost.conventions.loss_on_whole_batch:
+            share[..., self.cost.model.kinds.index(self.cost.model.layers[-1]), :] = micro_batches[..., 0]
+        return share
 
     def change_ns(self, micro_batch: int) -> Integers:
         """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""

@@ -65,8 +65,10 @@ class Combination:
         micro_batches: int,
         schedule: Schedule,
         budget: int,
+        positions: tuple[int, ...] | None = None,
     ) -> None:
         self.layers, self.costs = layers, costs
+        self.fixed = positions
         self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
         self.budget = budget
         self.micro_batch = batch // micro_batches
@@ -87,6 +89,10 @@ class Combination:
 
     def bound(self, cutoff: float) -> float:
         """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound."""
+        if self.fixed:
+            ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
+            stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
+            return float(sum(stages) + (self.micro_batches - 1) * max(stages))
         cuts = self._optimistic(cutoff)
         return cuts.objective if cuts else np.inf
 
@@ -139,17 +145,15 @@ class Combination:
 
     def solve(self, cutoff: float) -> Solved | None:
         """The optimum, or None when it is not below the cutoff."""
+        if self.fixed:
+            self._settle(self.fixed)
+            return self._solved_plan(self.fixed)
         while True:
             cuts = self._optimistic(cutoff)
             if cuts is None:
                 return None
             if self._settle(cuts.positions):
                 return self._solved_plan(cuts.positions)
-
-    def solve_at(self, positions: tuple[int, ...]) -> Solved | None:
-        """The optimum for given cuts."""
-        self._settle(positions)
-        return self._solved_plan(positions)
 
     def _settle(self, positions: tuple[int, ...]) -> bool:
         """Solve the stages between these positions; True when all were known already."""

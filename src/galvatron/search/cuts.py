@@ -8,13 +8,25 @@ optimum consists of true times only. Integers in float64, exact below 2⁵³.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.search.bounds import Floats
 
-__all__ = ["Cuts", "CutMatrix", "balanced_cuts", "best_cuts"]
+__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts"]
+
+
+class CutRule(StrEnum):
+    """How the layers are divided into stages: searched exactly, or by one of the paper's guidelines (Section 3.3)."""
+
+    EXACT = "exact"
+    LAYERS = "layers"
+    PARAMETERS = "parameters"
+    MEMORY = "memory"
+    TIME = "time"
+
 
 CutMatrix = Floats
 """(L+1, W+1): time of a stage that ends before layer j and has w layers, at [j, w]; inf where there is none."""
@@ -103,7 +115,7 @@ class _Program:
 
 def balanced_cuts(weights: Floats, stages: int) -> tuple[int, ...]:
     """Cut positions that minimise the heaviest stage: the paper's guidelines (Section 3.3), by layers, parameters,
-    memory or time, depending on what the weights are. Ties prefer the lighter remaining stages."""
+    memory or time, depending on what the weights are."""
     layers = len(weights)
     prefix = np.concatenate([[0.0], np.cumsum(weights)])
     matrix = np.full((layers + 1, layers + 1), np.inf)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.cost import NEVER, CostModel, Integers, Schedule, StageCosts
+from galvatron.cost import NEVER, STATE_BYTES, CostModel, Integers, Schedule, StageCosts
 from galvatron.search.bounds import Floats, hull_multipliers
 from galvatron.search.combination import Combination, Layers, Solved
+from galvatron.search.cuts import CutRule, balanced_cuts
 from galvatron.space import Space, divisors
 from galvatron.spec import Strategy
 
@@ -36,6 +37,7 @@ class Problem:
     """Bytes for tensors on each device."""
     batches: tuple[int, ...]
     max_micro_batches: int | None = None
+    cuts: CutRule = CutRule.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,33 @@ class _Search:
             if degree <= len(model.layers)
         }
 
+        self._balanced: dict[tuple[float, ...], tuple[int, ...]] = {}
+
+    def _positions(self, degree: int, batch: int) -> tuple[int, ...] | None:
+        """Cut positions by one of the paper's guidelines, or None where cuts are searched.
+
+        Only the repeated layers are balanced; embeddings, heads and other single layers go where they stand.
+        """
+        rule = self.problem.cuts
+        if rule is CutRule.EXACT:
+            return None
+        cost, costs = self.problem.cost, self.stage_costs[degree]
+        kinds = cost.model.kinds
+        if rule is CutRule.LAYERS:
+            weights = np.ones(len(kinds))
+        elif rule is CutRule.PARAMETERS:
+            weights = np.array([kind.parameters for kind in kinds], dtype=np.float64)
+        elif rule is CutRule.MEMORY:
+            samples = batch / costs.devices
+            weights = np.array([STATE_BYTES * kind.parameters + samples * kind.activation_bytes for kind in kinds])
+        else:
+            weights = cost.forward_s()
+        weights = np.where(self.layers.total > 1, weights, 0.0)
+        key = (float(degree), *(weights / weights.max()).tolist())
+        if key not in self._balanced:
+            self._balanced[key] = balanced_cuts(weights[self.layers.kinds], degree)
+        return self._balanced[key]
+
     def run(self) -> Optimum | None:
         heap = [
             (-candidate.batch / bound, candidate.batch, candidate.pipeline_degree, candidate.micro_batches, 0)
@@ -139,6 +168,7 @@ class _Search:
             micro_batches=micro_batches,
             schedule=self.problem.schedule,
             budget=self.problem.budget,
+            positions=self._positions(degree, batch),
         )
 
     def _micro_batch_counts(self, batch: int, degree: int) -> list[int]:

@@ -59,6 +59,8 @@ class Level:
     bytes_per_s: float
     """Bus bandwidth of a ring: what a shared link carries in all, or each device's own lane where not shared."""
     latency_s: float
+    transfer_bytes_per_s: float | None = None
+    """Point-to-point bandwidth between two devices across this level, where it differs from that of a ring."""
     shared: bool
     """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
 
@@ -121,7 +123,7 @@ class Cluster:
         for level in self.levels:
             if unit_size * level.units > stage_devices:
                 sharers = min(stage_devices, unit_size) if level.shared else 1
-                bytes_per_s = min(bytes_per_s, level.bytes_per_s / sharers)
+                bytes_per_s = min(bytes_per_s, (level.transfer_bytes_per_s or level.bytes_per_s) / sharers)
                 latency_s = max(latency_s, level.latency_s)
             unit_size *= level.units
         return Link(bytes_per_s, latency_s)

@@ -1,4 +1,7 @@
-"""Models as facts: by name, from a Hugging Face configuration, or from figures of your own."""
+"""Models as facts: by name, from a Hugging Face configuration, or from figures of your own.
+
+Needs neither torch nor transformers: a model is arithmetic here. Knows ``spec``; nothing here knows clusters or costs.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,34 @@ __all__ = ["load_model", "model_names"]
 
 
 def model_names() -> tuple[str, ...]:
-    """The models known by name."""
+    """The models known by name. Those ending in a depth ("bert-huge-32") exist for other depths too."""
     return preset_names()
 
 
 def load_model(source: str | Path, training: Training) -> ModelSpec:
-    """The model ``source`` names."""
-    name = str(source)
-    preset = find_preset(name)
-    if preset is None:
-        close = difflib.get_close_matches(name, preset_names(), n=3)
-        raise InvalidInput(f"unknown model {name!r}; close: {close}")
-    return preset.spec(name, training)
+    """The model that ``source`` names, trained that way.
+
+    A preset's name, a ``.toml`` file (layers with their figures), or a ``.json`` file or folder with a Hugging Face
+    configuration. A name that is also a folder means the preset; write ``./name`` for the folder.
+    """
+    preset = find_preset(source) if isinstance(source, str) else None
+    if preset is not None:
+        return preset.spec(str(source), training)
+    path = Path(source)
+    # The readers are imported here because a preset, the common case, needs neither them nor pydantic.
+    if path.suffix == ".toml":
+        from galvatron.zoo.custom import read_custom
+
+        return read_custom(path, training)
+    if path.suffix == ".json" or path.is_dir():
+        from galvatron.zoo.huggingface import read_huggingface
+
+        folder = path if path.is_dir() else path.parent
+        name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.stem
+        return read_huggingface(path).spec(name or "model", training)
+    close = difflib.get_close_matches(str(source), preset_names(), n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(preset_names())}"
+    raise InvalidInput(
+        f"unknown model {str(source)!r}; {hint} A .toml file, or a .json file or folder with a Hugging Face "
+        "configuration will also do"
+    )

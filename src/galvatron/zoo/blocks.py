@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from galvatron.errors import InvalidInput
-from galvatron.spec.model import Attention, LayerSpec, TensorParallel, Training
+from galvatron.spec.model import Attention, LayerSpec, Precision, TensorParallel, Training
 from galvatron.zoo.ops import FP32, Op, Split, activation, dropout, layer, layer_norm, linear
 
 __all__ = [
@@ -58,21 +58,19 @@ class AttentionShape:
     queries: int
     """Tokens that ask."""
     keys: int
-    """Tokens that are asked."""
+    """Tokens that are asked. Those of another stack (cross-attention) are saved there, where they are made."""
     span: int
     """Keys each query sees: all of them, or those of its window."""
     bias: bool
     """Whether the query, key and value projections have biases."""
     output_bias: bool
     causal: bool = False
-    cross: bool = False
-    """Keys and values come from another stack, whose output is saved there and not here."""
     dropout: bool = False
     """On the probabilities."""
     fp32_softmax: bool = False
     """Eager softmax computed in fp32 and cast back: in bf16 both results are saved."""
     fused_bias_bytes: int = 0
-    """An additive bias map that a fused kernel has to be handed, and keeps."""
+    """A learned additive bias map that a fused kernel has to be handed, and keeps."""
     table: int = 0
     """Parameters of a relative position table, split by heads."""
 
@@ -92,8 +90,14 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
         gradient=2 * inputs,
     )
     output = linear(shape.queries, inner, shape.hidden, Split.ROWS, element=element, bias=shape.output_bias)
-    core = _fused_core(shape, element) if training.attention is Attention.FUSED else _eager_core(shape, training)
+    core = _fused_core(shape, element) if _is_fused(shape, training) else _eager_core(shape, training)
     return (projections, *core, output)
+
+
+def _is_fused(shape: AttentionShape, training: Training) -> bool:
+    # No fused kernel of CUDA takes grouped heads in fp32: PyTorch falls back to maps, and saves what eager saves.
+    grouped = shape.kv_heads != shape.heads
+    return training.attention is Attention.FUSED and not (grouped and training.precision is Precision.FP32)
 
 
 def _fused_core(shape: AttentionShape, element: int) -> tuple[Op, ...]:
@@ -106,6 +110,8 @@ def _fused_core(shape: AttentionShape, element: int) -> tuple[Op, ...]:
             flops=flops // 2 if shape.causal else flops,
             split=q + kv + shape.heads * shape.queries * FP32 + shape.fused_bias_bytes,
             gradient=q + kv,
+            # A learned bias gets its gradient as a whole map before that is summed over the batch.
+            scratch=shape.heads * shape.queries * shape.span * element if shape.fused_bias_bytes else 0,
         ),
     )
 
@@ -117,17 +123,21 @@ def _eager_core(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
     k = shape.keys * shape.heads * shape.head_dim * element
     cells = shape.heads * shape.queries * shape.span
     cell_map = cells * element
+    soft_map = cells * (FP32 if shape.fp32_softmax else element)
     product = 2 * shape.queries * shape.span * shape.heads * shape.head_dim
-    probabilities = cells * (FP32 if shape.fp32_softmax else element)
-    copied = shape.dropout or probabilities != cell_map
-    scores = Op(flops=product, split=q + k, gradient=q + k, held=k)
-    scale = Op(gradient=cell_map, held=k)
-    softmax = Op(
-        split=probabilities + (cell_map if training.attention is Attention.PAPER else 0), gradient=cell_map, held=k
-    )
+    casts = (Op(gradient=soft_map, held=k),) if soft_map != cell_map else ()
+    scores_kept = cell_map if training.attention is Attention.PAPER else 0
     drop = dropout(cells, active=shape.dropout, element=element, split=True)
-    context = Op(flops=product, split=k + (cell_map if copied else 0), gradient=cell_map + k)
-    return (scores, scale, softmax, *drop, context)
+    copy_kept = cell_map if casts or drop else 0  # else the product keeps the softmax's own output
+    return (
+        Op(flops=product, split=q + k, gradient=q + k, held=k),  # scores; the gradient of v waits from here on
+        Op(gradient=cell_map, held=k),  # scale
+        # Softmax: its backward first multiplies gradient and output into a third map.
+        Op(split=soft_map + scores_kept, gradient=soft_map, scratch=soft_map, held=k),
+        *casts,
+        *drop,
+        Op(flops=product, split=k + copy_kept, gradient=cell_map + k),  # weighted sum of v
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +211,7 @@ def language_head(
     paper = training.attention is Attention.PAPER
     logits = linear(tokens, hidden, vocabulary, Split.COLUMNS, element=element, bias=bias)
     logits = replace(logits, tied_parameters=vocabulary * hidden if tied else 0)
-    loss = Op(
-        split=cells * FP32 + (cells * element if paper else 0), gradient=2 * cells * FP32, held=cells * element
-    )
+    loss = Op(split=cells * FP32 + (cells * element if paper else 0), gradient=2 * cells * FP32, held=cells * element)
     head = layer(
         "head",
         (*ops, logits, loss),
@@ -246,6 +254,6 @@ def refuse_sequence_length(training: Training, *, model: str) -> None:
     """Image models have as many tokens as the image has patches."""
     if training.sequence_length is not None:
         raise InvalidInput(
-            f"{model}: sequence length {training.sequence_length} was given, but the size of the image decides how many "
-            "tokens there are; leave it out"
+            f"{model}: sequence length {training.sequence_length} was given, but the size of the image decides how "
+            "many tokens there are; leave it out"
         )

@@ -45,7 +45,7 @@ class Split(Enum):
     COLUMNS = auto()
     """Each rank computes some outputs from the whole input: the input is replicated, the output split."""
     ROWS = auto()
-    """Each rank sums over some inputs: the input is split, the output whole after an all-reduce, its bias replicated."""
+    """Each rank sums over some inputs: the input is split, the output whole after an all-reduce, the bias replicated."""
     WHOLE = auto()
     """Every rank does all of it."""
 
@@ -65,7 +65,9 @@ class Op:
     replicated: int = 0
     """Bytes saved until its backward, whole on every tensor-parallel rank."""
     gradient: int = 0
-    """Bytes its backward allocates: the gradient of its inputs."""
+    """Bytes its backward hands on: the gradient of its inputs."""
+    scratch: int = 0
+    """Bytes its backward allocates and frees again."""
     held: int = 0
     """Bytes of other gradients that wait while its backward runs (the skip connection's, say)."""
 
@@ -131,12 +133,13 @@ def layer(
 
     The transient is found by walking backward: at each operation the gradient coming in, those it makes and those that
     wait are alive, while what the later operations had saved is already free. The largest excess over everything saved
-    is what backward needs on top. A layer that cannot be split holds all it has on every rank.
+    is what backward needs on top. (Weight gradients are states, and the buffers of reductions are bounded whatever the
+    batch: neither is part of it.) A layer that cannot be split holds all it has on every rank.
     """
     ops = tuple(ops)
     transient, freed, alive = 0, 0, boundary if incoming is None else incoming
     for op in reversed(ops):
-        transient = max(transient, alive + op.gradient + op.held - freed)
+        transient = max(transient, alive + op.gradient + op.scratch + op.held - freed)
         freed += op.split + op.replicated
         alive = op.gradient
     parameters = sum(op.parameters for op in ops)

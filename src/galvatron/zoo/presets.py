@@ -42,7 +42,8 @@ def _t5_large(depth: int) -> T5:
 def _swin_huge(depth: int) -> Swin:
     if depth < 7:
         raise InvalidInput(f"swin-huge-{depth}: three stages have 2 layers each, so the depth must be at least 7")
-    # The paper runs 8-way TP on every stage, so 8 must divide the heads of the first (10, as the width suggests, cannot).
+    # The paper runs 8-way TP on every stage, so 8 must divide the heads of the first (10, as the width suggests, does
+    # not).
     return Swin(hidden=320, depths=(2, 2, depth - 6, 2), heads=(8, 16, 32, 64))
 
 
@@ -78,15 +79,13 @@ _PRESETS: dict[str, Architecture] = {
     "llama2-13b": Llama(hidden=5120, layers=40, heads=40, inner=13824, positions=4096),
     "llama2-70b": Llama(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672, positions=4096),
     "llama3-8b": Llama(kv_heads=8, inner=14336, vocabulary=128256, positions=8192),
-    "llama3-70b": Llama(
-        hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672, vocabulary=128256, positions=8192
-    ),
+    "llama3-70b": Llama(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672, vocabulary=128256, positions=8192),
     "bert-tiny": Bert(hidden=128, layers=2, heads=2, inner=512),
     "gpt2-tiny": Gpt2(hidden=128, layers=2, heads=2, positions=128),
     "llama-tiny": Llama(hidden=128, layers=2, heads=4, kv_heads=2, inner=352, vocabulary=1000, positions=128),
     "t5-tiny": T5(hidden=128, encoders=2, decoders=2, heads=4, head_dim=32, inner=512, positions=128),
     "vit-tiny": Vit(hidden=192, layers=4, heads=3, inner=768, image=(64, 64), labels=10),
-    "swin-tiny": Swin(hidden=32, depths=(2, 2), heads=(2, 4), image=(112, 112), labels=10),
+    "swin-tiny-demo": Swin(hidden=32, depths=(2, 2), heads=(2, 4), image=(112, 112), labels=10),
 }
 
 

@@ -40,9 +40,7 @@ class Bert:
         tokens = token_count(training, self.positions, model=name, learned_positions=True)
         element = training.precision.bytes
         boundary = tokens * self.hidden * element
-        drop = dropout(
-            tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element
-        )
+        drop = dropout(tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element)
         norm = layer_norm(tokens, self.hidden, element=element)
         tables = (self.positions + self.token_types) * self.hidden
         words = self.vocabulary * self.hidden

@@ -77,9 +77,7 @@ class Swin:
             replicated=self.channels * self.image[0] * self.image[1] * element,
         )
         norm = layer_norm(tokens, self.hidden, element=element)
-        drop = dropout(
-            tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element
-        )
+        drop = dropout(tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element)
         return layer(
             "embedding",
             (patches, norm, *drop),

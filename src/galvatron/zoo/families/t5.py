@@ -1,4 +1,4 @@
-"""T5 (``T5ForConditionalGeneration``): encoder and decoder with RMS norms, relative position biases and tied embeddings.
+"""T5 (``T5ForConditionalGeneration``): encoder and decoder, RMS norms, relative position biases, tied embeddings.
 
 Layers: embedding, encoders, ``decoder_embedding`` (which also ends the encoder with its final norm), decoders, head.
 From the decoder embedding on, the encoder's output travels along, so boundaries are two tensors. Each stack's table of
@@ -57,9 +57,7 @@ class T5:
         words, table = self.vocabulary * self.hidden, self.buckets * self.heads
         lookup = Op(parameters=words + table, replicated_parameters=table, replicated=tokens * ID_BYTES)
         vocabulary_parallel = collectives(message, forward=1, backward=0)
-        embedding = layer(
-            "embedding", (lookup, *drop), boundary=message, tensor_parallel=vocabulary_parallel
-        )
+        embedding = layer("embedding", (lookup, *drop), boundary=message, tensor_parallel=vocabulary_parallel)
         # The encoder's output is kept here once for the cross-attention of all decoders.
         output = Op(replicated=message, gradient=message)
         decoder_embedding = layer(

@@ -90,6 +90,4 @@ class Vit:
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
         )
         head = class_head(tokens, self.hidden, self.labels, training, pooled=False)
-        return ModelSpec(
-            name=name, family="vit", layers=(embedding, *[encoder] * self.layers, head), training=training
-        )
+        return ModelSpec(name=name, family="vit", layers=(embedding, *[encoder] * self.layers, head), training=training)

@@ -1,0 +1,10 @@
+"""Makes the benchmarks' table search and the search tests' oracles importable: tests have no packages of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+for folder in (_HERE.parent / "benchmarks", _HERE / "search"):
+    sys.path.insert(0, str(folder))

@@ -1,0 +1,363 @@
+"""Random instances and brute-force answers for the tests of the search.
+
+Nothing here uses the search's own code: brute force adds up plain integers taken from the cost tables, and enumerates
+what the space allows. It is slow on purpose; instances are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+
+from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
+from galvatron.search import Optimum, Problem, StageProblem, search
+from galvatron.space import Space, Switches
+from galvatron.spec import (
+    Cluster,
+    Device,
+    Kind,
+    LayerSpec,
+    Level,
+    ModelSpec,
+    Precision,
+    Strategy,
+    TensorParallel,
+    Training,
+)
+
+Rng = np.random.Generator
+ENOUGH = 1 << 50
+"""A budget that nothing exceeds."""
+
+
+# ------------------------------------------------------------------------------------------------------- one stage
+
+
+def random_stage(rng: Rng, layers: int, strategies: int, *, top_time: int = 30, top_memory: int = 12) -> StageProblem:
+    """A stage of small whole numbers: many ties, forbidden strategies, changes that obey no triangle inequality."""
+    kinds = int(rng.integers(1, min(layers, 3) + 1))
+    layouts = int(rng.integers(1, strategies + 1))
+    time = rng.integers(0, top_time, (kinds, strategies))
+    time[rng.random(time.shape) < rng.choice([0.0, 0.15, 0.5])] = NEVER
+    top_change = int(rng.choice([1, 3, top_time, 4 * top_time]))
+    change = rng.integers(0, top_change, (kinds, layouts, layouts))
+    if rng.random() < 0.8:
+        change[:, np.arange(layouts), np.arange(layouts)] = 0
+    top_transient = int(rng.choice([1, 3, 2 * top_memory]))
+    return StageProblem(
+        kinds=rng.integers(0, kinds, layers) if rng.random() < 0.5 else np.sort(rng.integers(0, kinds, layers)),
+        time=time,
+        memory=rng.integers(0, top_memory, time.shape),
+        transient=rng.integers(0, top_transient, time.shape),
+        layout_of=rng.integers(0, layouts, strategies),
+        change=change,
+        entry=rng.integers(0, int(rng.choice([1, top_time])), layouts),
+        exit=rng.integers(0, int(rng.choice([1, top_time])), layouts),
+    )
+
+
+def binding_budget(rng: Rng, problem: StageProblem) -> int:
+    """A budget between less than the least and as much as the most that the layers can need."""
+    memory = problem.memory[problem.kinds]
+    least, most = int(memory.min(axis=1).sum()), int(memory.max(axis=1).sum() + problem.transient.max())
+    return least + int((most - least) * rng.uniform(-0.05, 0.8))
+
+
+def evaluate(problem: StageProblem, choice: Sequence[int]) -> tuple[int, int]:
+    """(time, peak memory) of one assignment, added up in plain integers."""
+    kinds = problem.kinds.tolist()
+    layouts = [int(problem.layout_of[s]) for s in choice]
+    time = int(problem.entry[layouts[0]]) + int(problem.exit[layouts[-1]])
+    time += sum(int(problem.time[kind, s]) for kind, s in zip(kinds, choice, strict=True))
+    time += sum(int(problem.change[kinds[i], layouts[i], layouts[i + 1]]) for i in range(len(kinds) - 1))
+    memory = sum(int(problem.memory[kind, s]) for kind, s in zip(kinds, choice, strict=True))
+    return time, memory + max(int(problem.transient[kind, s]) for kind, s in zip(kinds, choice, strict=True))
+
+
+def brute_stage(problem: StageProblem, budget: int) -> int | None:
+    """Least time over all assignments that fit."""
+    outcomes = (evaluate(problem, choice) for choice in product(range(problem.time.shape[1]), repeat=len(problem.kinds)))
+    return min((time for time, peak in outcomes if peak <= budget and time < NEVER), default=None)
+
+
+def enumerate_stage(problem: StageProblem, budget: int) -> int | None:
+    """As :func:`brute_stage`, but assignments that agree in last layout, memory and largest transient are one.
+
+    Only the fastest of those can be part of an optimum, since all that follows depends on nothing else.
+    """
+    kinds = problem.kinds.tolist()
+    time, memory, transient = problem.time.tolist(), problem.memory.tolist(), problem.transient.tolist()
+    change, layout_of = problem.change.tolist(), problem.layout_of.tolist()
+    outcomes: dict[tuple[int, int, int], int] = {}
+    for layer, kind in enumerate(kinds):
+        usable = [s for s in range(len(layout_of)) if time[kind][s] < NEVER]
+        after: dict[tuple[int, int, int], int] = {}
+        for s in usable:
+            layout, need, working, spent = layout_of[s], memory[kind][s], transient[kind][s], time[kind][s]
+            if layer == 0:
+                before: Iterator[tuple[int, int, int]] = iter([(0, 0, int(problem.entry[layout]))])
+            else:
+                changes = change[kinds[layer - 1]]
+                before = ((m, t, ns + changes[k][layout]) for (k, m, t), ns in outcomes.items())
+            for held, largest, arrived in before:
+                key = (layout, held + need, max(largest, working))
+                if key[1] + key[2] <= budget and arrived + spent < after.get(key, NEVER):
+                    after[key] = arrived + spent
+        outcomes = after
+    totals = (ns + int(problem.exit[layout]) for (layout, _, _), ns in outcomes.items())
+    return min((total for total in totals if total < NEVER), default=None)
+
+
+# ----------------------------------------------------------------------------------------------- the whole search
+
+
+@dataclass(frozen=True, slots=True)
+class BrutePlan:
+    """The best plan by enumeration; among equals the first in (batch, pipeline degree, micro-batches)."""
+
+    batch: int
+    pipeline_degree: int
+    micro_batches: int
+    iteration_ns: int
+
+
+def all_cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield (0, *inner, layers)
+
+
+def micro_batch_counts(problem: Problem, batch: int, degree: int) -> list[int]:
+    """Divisors of the batch: without a pipeline only one unless gradients accumulate, under 1F1B not fewer than
+    stages, and no more than the problem allows."""
+    counts = [count for count in range(1, batch + 1) if batch % count == 0]
+    if degree == 1 and not problem.space.switches.accumulation:
+        return [1]
+    if problem.schedule is Schedule.ONE_F_ONE_B:
+        counts = [count for count in counts if count >= degree]
+    return [count for count in counts if problem.max_micro_batches is None or count <= problem.max_micro_batches]
+
+
+def stage_costs(problem: Problem, degree: int) -> StageCosts:
+    return problem.cost.stage(problem.space.strategies(problem.cost.cluster.devices // degree), degree)
+
+
+def stage_of(
+    problem: Problem, costs: StageCosts, batch: int, micro_batches: int, degree: int, stage: int, begin: int, end: int
+) -> StageProblem:
+    """The tables of the layers from begin to end as one stage of a pipeline."""
+    model = problem.cost.model
+    names = [kind.name for kind in model.kinds]
+    kinds = [names.index(layer.name) for layer in model.layers]
+    tables = costs.tables(np.array(batch // micro_batches), np.array(micro_batches))
+    transfer = costs.transfer_ns(batch // micro_batches)
+    nothing: Integers = np.zeros(len(costs.layouts), dtype=np.int64)
+    held = 1
+    if degree > 1 and problem.schedule is Schedule.GPIPE:
+        held = micro_batches
+    elif degree > 1:
+        held = min(micro_batches, degree - stage)
+    return StageProblem(
+        kinds=np.array(kinds[begin:end]),
+        time=tables.time_ns,
+        memory=tables.state_bytes + held * tables.activation_bytes,
+        transient=tables.transient_bytes,
+        layout_of=costs.layout_of,
+        change=costs.change_ns(batch // micro_batches),
+        entry=transfer[kinds[begin - 1]] if begin > 0 else nothing,
+        exit=transfer[kinds[end - 1]] if end < len(kinds) else nothing,
+    )
+
+
+def brute_search(problem: Problem) -> BrutePlan | None:
+    """Everything: batches × pipeline degrees × micro-batches × cuts × strategies."""
+    best: BrutePlan | None = None
+    layers = len(problem.cost.model.layers)
+    devices = problem.cost.cluster.devices
+    for batch, degree in product(problem.batches, problem.space.pipeline_degrees(devices)):
+        if degree > layers:
+            continue
+        costs = stage_costs(problem, degree)
+        for micro_batches in micro_batch_counts(problem, batch, degree):
+            times: dict[tuple[int, int, int], int | None] = {}
+            for positions in all_cuts(layers, degree):
+                stages = []
+                for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
+                    key = (stage, begin, end)
+                    if key not in times:
+                        tables = stage_of(problem, costs, batch, micro_batches, degree, *key)
+                        times[key] = enumerate_stage(tables, problem.budget)
+                    stages.append(times[key])
+                known = [time for time in stages if time is not None]
+                if len(known) < len(stages):
+                    continue
+                iteration = sum(known) + (micro_batches - 1) * max(known)
+                if best is None or batch * best.iteration_ns > best.batch * iteration:
+                    best = BrutePlan(batch, degree, micro_batches, iteration)
+    return best
+
+
+def check_plan(problem: Problem, optimum: Optimum) -> int:
+    """Adds up a plan from the tables: its stages must take what it says and fit. Returns the largest peak."""
+    positions, stages = optimum.solved.positions, optimum.solved.stages
+    degree = optimum.pipeline_degree
+    assert positions[0] == 0
+    assert positions[-1] == len(problem.cost.model.layers)
+    assert len(positions) - 1 == len(stages) == degree
+    costs = stage_costs(problem, degree)
+    peaks = []
+    for stage, solution in enumerate(stages):
+        tables = stage_of(
+            problem, costs, optimum.batch, optimum.micro_batches, degree, stage, positions[stage], positions[stage + 1]
+        )
+        time, peak = evaluate(tables, solution.choice)
+        assert time == solution.time
+        assert peak <= problem.budget
+        peaks.append(peak)
+    times = [stage.time for stage in stages]
+    assert optimum.solved.iteration_ns == sum(times) + (optimum.micro_batches - 1) * max(times)
+    return max(peaks)
+
+
+# -------------------------------------------------------------------------------------------------- random problems
+
+
+def random_layer(rng: Rng, name: str, scale: int) -> LayerSpec:
+    """Sizes around ``scale``: a small scale makes ties, a large one looks like a Transformer's layer."""
+
+    def size(low: float, high: float) -> int:
+        return int(scale * rng.uniform(low, high))
+
+    parameters = size(0.0, 1.0)
+    tensor_parallel = None
+    if rng.random() < 0.75:
+        heads = [(), (8,), (2,), (6,), (3, 4), (12,), (4, 2)][int(rng.integers(7))]
+        tensor_parallel = TensorParallel(
+            divides=heads,
+            forward_collectives=int(rng.integers(1, 4)),
+            backward_collectives=int(rng.integers(0, 4)),
+            message_bytes=size(0.0, 0.5),
+        )
+    return LayerSpec(
+        name=name,
+        parameters=parameters,
+        tied_parameters=parameters // 2 if rng.random() < 0.15 and tensor_parallel else 0,
+        replicated_parameters=int(parameters * rng.choice([0.0, 0.1, 0.4])),
+        forward_flops=size(1, 30),
+        split_activation_bytes=size(0.0, 6.0),
+        replicated_activation_bytes=size(0.0, 3.0),
+        boundary_bytes=size(0.0, 1.0),
+        transient_bytes=size(0.0, 4.0) if rng.random() < 0.6 else 0,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def random_model(rng: Rng, layers: int) -> ModelSpec:
+    scale = int(rng.choice([4, 30, 1_000, 3_000_000]))
+    kinds = [random_layer(rng, f"kind{i}", scale) for i in range(int(rng.integers(1, 4)))]
+    order = rng.integers(0, len(kinds), layers)
+    if rng.random() < 0.5:
+        order = np.sort(order)
+    return ModelSpec(
+        name="random",
+        family="custom",
+        layers=tuple(kinds[i] for i in order),
+        training=Training(precision=Precision.BF16 if rng.random() < 0.3 else Precision.FP32),
+    )
+
+
+def random_cluster(rng: Rng, devices: int) -> Cluster:
+    """Islands in one to three levels, slow or fast, shared or not."""
+    shapes = {2: [(2,)], 4: [(4,), (2, 2)], 6: [(6,), (2, 3), (3, 2)], 8: [(8,), (4, 2), (2, 4), (2, 2, 2)]}[devices]
+    speed = 10.0 ** rng.uniform(9, 11)
+    levels = []
+    for depth, units in enumerate(shapes[int(rng.integers(len(shapes)))]):
+        levels.append(
+            Level(
+                name=f"level{depth}",
+                units=units,
+                bytes_per_s=speed,
+                latency_s=float(rng.choice([0.0, 3e-9, 5e-6])),
+                transfer_bytes_per_s=None if rng.random() < 0.7 else speed / 2,
+                shared=bool(rng.random() < 0.5),
+            )
+        )
+        speed /= float(rng.choice([1.0, 3.0, 12.0]))
+    device = Device(
+        name="device",
+        memory_bytes=1 << 34,
+        memory_bytes_per_s=float(rng.choice([1e10, 1e12])),
+        fp32_flops_per_s=10.0 ** rng.uniform(9, 12),
+        bf16_flops_per_s=1e12,
+        layer_overhead_s=float(rng.choice([0.0, 2e-9, 1e-5])),
+    )
+    return Cluster(
+        name="random",
+        device=device,
+        levels=tuple(levels),
+        reserved_bytes=0,
+        overlap_slowdown=float(rng.choice([1.0, 1.3])),
+    )
+
+
+def random_space(rng: Rng) -> Space:
+    kinds = [{Kind.DP, Kind.TP}, {Kind.SDP, Kind.TP}, {Kind.DP, Kind.SDP}, {Kind.TP}, {Kind.DP}, set(Kind)]
+    flags = [bool(rng.random() < 0.35) for _ in range(4)]
+    return Space(
+        name="random",
+        title="",
+        kinds=frozenset(kinds[int(rng.integers(len(kinds)))]),
+        pipeline="none" if rng.random() < 0.1 else "any",
+        switches=Switches(
+            recompute=flags[0],
+            sequence_parallel=flags[1],
+            zero2=flags[2],
+            hybrid_sharding=flags[3],
+            accumulation=bool(rng.random() < 0.5),
+        ),
+    )
+
+
+def random_problem(rng: Rng, most_work: int) -> Problem:
+    """A problem whose brute force extends at most about ``most_work`` assignments for a stage."""
+    while True:
+        devices = int(rng.choice([2, 4, 4, 6, 8]))
+        space = random_space(rng)
+        layers = int(rng.integers(2, 7))
+        strategies = max(len(space.strategies(devices // degree)) for degree in space.pipeline_degrees(devices))
+        if strategies and _outcomes(strategies, layers) <= most_work:
+            break
+    cost = CostModel(
+        model=random_model(rng, layers),
+        cluster=random_cluster(rng, devices),
+        conventions=PAPER_SYSTEMS if rng.random() < 0.3 else GALVATRON,
+    )
+    sizes = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
+    return Problem(
+        cost=cost,
+        space=space,
+        schedule=Schedule.GPIPE if rng.random() < 0.5 else Schedule.ONE_F_ONE_B,
+        budget=ENOUGH,
+        batches=tuple(sorted(rng.choice(sizes, int(rng.integers(1, 4)), replace=False).tolist())),
+        max_micro_batches=None if rng.random() < 0.7 else int(rng.integers(1, 9)),
+    )
+
+
+def _outcomes(strategies: int, layers: int) -> int:
+    """Multisets of strategies over the layers: how many outcomes enumeration meets at most, about."""
+    count = 1
+    for i in range(layers):
+        count = count * (strategies + i) // (i + 1)
+    return count
+
+
+def strategies_of(optimum: Optimum) -> tuple[tuple[Strategy, ...], ...]:
+    return optimum.strategies
+
+
+def unlimited_peak(problem: Problem) -> int | None:
+    """What the fastest plan without a memory limit needs: budgets below it bind. None where nothing can run."""
+    optimum = search(problem)
+    return None if optimum is None else check_plan(problem, optimum)

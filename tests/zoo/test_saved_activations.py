@@ -1,0 +1,205 @@
+"""What stock Hugging Face models keep for backward, measured, against what the zoo says they do.
+
+The oracle is autograd itself: every distinct storage it saves while a small model runs forward, parameters and buffers
+aside. Two depths give the blocks' share and the rest's (embedding and head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from galvatron.spec.model import Attention, ModelSpec, Precision, Training
+from galvatron.zoo import load_model
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 96
+VOCABULARY = 500
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class, and its configuration with a given number of the blocks in question."""
+
+    block: str
+    model: str
+    configure: Callable[[int, float], Any]
+    image: int = 0
+
+
+def _bert(layers: int, dropout: float) -> Any:
+    return transformers.BertConfig(
+        hidden_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=320,
+        vocab_size=VOCABULARY,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+
+
+def _gpt2(layers: int, dropout: float) -> Any:
+    return transformers.GPT2Config(
+        n_embd=96,
+        n_layer=layers,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def _llama(kv_heads: int) -> Callable[[int, float], Any]:
+    return lambda layers, dropout: transformers.LlamaConfig(
+        hidden_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        intermediate_size=320,
+        vocab_size=VOCABULARY,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+
+
+def _t5(grow: str, projection: str = "relu") -> Callable[[int, float], Any]:
+    return lambda layers, dropout: transformers.T5Config(
+        d_model=96,
+        d_kv=32,
+        num_layers=layers if grow == "encoder" else 1,
+        num_decoder_layers=layers if grow == "decoder" else 1,
+        num_heads=4,
+        d_ff=320,
+        vocab_size=VOCABULARY,
+        dropout_rate=dropout,
+        feed_forward_proj=projection,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+
+
+def _vit(layers: int, dropout: float) -> Any:
+    return transformers.ViTConfig(
+        hidden_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=320,
+        image_size=64,
+        patch_size=8,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=10,
+    )
+
+
+def _swin(layers: int, dropout: float) -> Any:
+    return transformers.SwinConfig(
+        image_size=224,
+        embed_dim=32,
+        depths=[layers, 1],
+        num_heads=[2, 4],
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=10,
+    )
+
+
+CASES = {
+    "bert": Case("encoder", "BertForMaskedLM", _bert),
+    "gpt2": Case("decoder", "GPT2LMHeadModel", _gpt2),
+    "llama": Case("decoder", "LlamaForCausalLM", _llama(4)),
+    "llama-grouped": Case("decoder", "LlamaForCausalLM", _llama(2)),
+    "t5-encoder": Case("encoder", "T5ForConditionalGeneration", _t5("encoder")),
+    "t5-decoder": Case("decoder", "T5ForConditionalGeneration", _t5("decoder")),
+    "t5-gated": Case("decoder", "T5ForConditionalGeneration", _t5("decoder", "gated-gelu")),
+    "vit": Case("encoder", "ViTForImageClassification", _vit, image=64),
+    "swin": Case("stage1", "SwinForImageClassification", _swin, image=224),
+}
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Make the CPU save what CUDA saves: dropout masks of one byte, and no mask at all from a fused attention kernel."""
+    functional = torch.nn.functional
+    fused = functional.scaled_dot_product_attention
+
+    def dropout(values: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(values, p, True)[0] if training and p > 0 else values
+
+    def attend(*tensors: Any, dropout_p: float = 0.0, **options: Any) -> Any:
+        return fused(*tensors, **options)
+
+    with (
+        mock.patch.object(functional, "dropout", dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", attend),
+    ):
+        yield
+
+
+def saved_bytes(case: Case, config: Any, training: Training) -> int:
+    """Bytes of all distinct storages autograd keeps after forward."""
+    config._attn_implementation = "sdpa" if training.attention is Attention.FUSED else "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, case.model)(config).train()
+    model.to(torch.float32 if training.precision is Precision.FP32 else torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "relative" in name:  # else the CPU's fused kernel declines the bias; CUDA's takes it
+            parameter.requires_grad_(training.attention is not Attention.FUSED)
+    if case.image:
+        images = torch.zeros(1, 3, case.image, case.image, dtype=model.dtype)
+        inputs = {"pixel_values": images, "labels": torch.zeros(1, dtype=torch.long)}
+    else:
+        ids = torch.randint(0, VOCABULARY, (1, TOKENS))
+        inputs = {"input_ids": ids, "labels": ids}
+    fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in fixed:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # keeps the storage alive, so that no address is used twice
+
+    with as_on_cuda(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(**inputs)
+    assert output.loss.requires_grad
+    return sum(kept.values())
+
+
+def stated(config: Any, folder: Path, training: Training, *, image: bool) -> ModelSpec:
+    config.save_pretrained(folder)
+    length = None if image else TOKENS
+    return load_model(
+        folder, Training(precision=training.precision, attention=training.attention, sequence_length=length)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize("attention", [Attention.EAGER, Attention.FUSED])
+@pytest.mark.parametrize("name", CASES)
+def test_zoo_states_what_autograd_saves(
+    name: str, attention: Attention, dropout: float, precision: Precision, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    training = Training(precision=precision, attention=attention)
+    few, more = (saved_bytes(case, case.configure(layers, dropout), training) for layers in (2, 4))
+    measured = (more - few) / 2
+    spec = stated(case.configure(2, dropout), tmp_path, training, image=bool(case.image))
+    block = next(kind for kind in spec.kinds if kind.name == case.block)
+    assert block.activation_bytes == pytest.approx(measured, rel=0.03)
