@@ -1,11 +1,13 @@
 """The exact search: stages (layers), cuts (stages of a pipeline), outer (batch × pipeline × micro-batches)."""
 
 from galvatron.search.combination import Combination, Solved
+from galvatron.search.cuts import CutRule
 from galvatron.search.outer import Optimum, Problem, Proof, search
 from galvatron.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = [
     "Combination",
+    "CutRule",
     "Optimum",
     "Problem",
     "Proof",

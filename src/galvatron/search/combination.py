@@ -43,6 +43,32 @@ class Layers:
         return int(self.kinds[begin - 1]) if begin else -1, runs, end == self.count
 
 
+    def ends(self, signature: Signature) -> list[int]:
+        """Where stages of this signature end."""
+        before, runs, last = signature
+        width = sum(length for _, length in runs)
+        if last:
+            return [self.count]
+        ends = np.arange(width, self.count)
+        begins = ends - width
+        fits = (self.kinds[begins] == runs[0][0]) & (np.where(begins > 0, self.kinds[begins - 1], -1) == before)
+        if len(runs) == 1:
+            return ends[fits & (self.run_begin[ends - 1] <= begins)].tolist()
+        return [end for end in ends[fits].tolist() if self.signature(end - width, end) == signature]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a stage: its optimum, or only that it takes at least so long (inf: nothing fits)."""
+
+    time: float
+    solution: StageSolution | None
+
+    @property
+    def settled(self) -> bool:
+        return self.solution is not None or self.time == np.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
     """The optimum of a combination."""
@@ -76,7 +102,7 @@ class Combination:
         self.tables = costs.tables(np.array(self.micro_batch), np.array(micro_batches))
         self.change = costs.change_ns(self.micro_batch)
         self.transfer = costs.transfer_ns(self.micro_batch)
-        self._solved: dict[Signature, dict[int, StageSolution | None]] = {}
+        self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
         self._width = min(layers.count - pipeline_degree + 1, 4 * -(-layers.count // pipeline_degree) + 4)
         self.stages_solved = 0
@@ -117,8 +143,8 @@ class Combination:
             ends = np.arange(self.layers.count + 1)[:, None]
             widths = np.arange(self._width + 1)[None, :]
             matrix = self._bounds(in_flight_count, ends, widths)
-            for signature, by_count in self._solved.items():
-                self._patch(matrix, signature, by_count, in_flight_count)
+            for signature in self._solved:
+                self._patch(matrix, signature, in_flight_count)
             self._matrices[in_flight_count] = matrix
         return self._matrices[in_flight_count]
 
@@ -146,56 +172,85 @@ class Combination:
     def solve(self, cutoff: float) -> Solved | None:
         """The optimum, or None when it is not below the cutoff."""
         if self.fixed:
-            self._settle(self.fixed)
+            self._settle(self.fixed, np.inf)
             return self._solved_plan(self.fixed)
         while True:
             cuts = self._optimistic(cutoff)
             if cuts is None:
                 return None
-            if self._settle(cuts.positions):
+            if self._settle(cuts.positions, cutoff):
                 return self._solved_plan(cuts.positions)
 
-    def _settle(self, positions: tuple[int, ...]) -> bool:
-        """Solve the stages between these positions; True when all were known already."""
+    def _settle(self, positions: tuple[int, ...], cutoff: float) -> bool:
+        """Solve the stages between these positions as far as the cutoff asks; True when all were settled already.
+
+        A stage is solved only up to the time at which, with the others at what is known of them, the iteration would
+        reach the cutoff; when it cannot be faster, that much is noted as a bound.
+        """
+        spans = list(zip(positions, positions[1:], strict=False))
+        signatures = [self.layers.signature(begin, end) for begin, end in spans]
         settled = True
-        for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
-            signature, count = self.layers.signature(begin, end), self.in_flight[stage]
-            if self._known(signature, count) is None:
-                settled = False
-                solution = solve_stage(self._problem(signature, count), self.budget)
-                self.stages_solved += 1
-                self._solved.setdefault(signature, {})[count] = solution
-                for other, matrix in self._matrices.items():
-                    self._patch(matrix, signature, self._solved[signature], other)
+        for stage, signature in enumerate(signatures):
+            count = self.in_flight[stage]
+            known = self._known(signature, count)
+            if known is not None and known.settled:
+                continue
+            settled = False
+            limit = cutoff if self.fixed else self._limit(stage, spans, cutoff)
+            if known is None or known.time < limit:
+                self._note(signature, count, limit)
+            if not any(known.settled for known in [self._known(signature, count)] if known):
+                break  # this cut cannot beat the cutoff
         return settled
+
+    def _limit(self, stage: int, spans: list[tuple[int, int]], cutoff: float) -> float:
+        """The time a stage must stay below for the iteration to stay below the cutoff."""
+        if cutoff == np.inf:
+            return np.inf
+        others = [
+            self._matrix(self.in_flight[p])[end, end - begin] for p, (begin, end) in enumerate(spans) if p != stage
+        ]
+        slowest = max(others, default=0.0)
+        room = cutoff - sum(others)
+        as_follower = room - (self.micro_batches - 1) * slowest
+        return float(as_follower if as_follower <= slowest else room / self.micro_batches)
+
+    def _note(self, signature: Signature, in_flight_count: int, limit: float) -> None:
+        """Solve a stage below the limit and put the result in place of its bounds."""
+        whole = NEVER if limit == np.inf else int(np.ceil(limit))
+        solution = solve_stage(self._problem(signature, in_flight_count), self.budget, min(whole, NEVER))
+        self.stages_solved += 1
+        time = float(solution.time) if solution else (np.inf if whole >= NEVER else float(whole))
+        self._solved.setdefault(signature, {})[in_flight_count] = _Known(time, solution)
+        for count, matrix in self._matrices.items():
+            self._patch(matrix, signature, count)
 
     def _solved_plan(self, positions: tuple[int, ...]) -> Solved | None:
         stages = []
         for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
             known = self._known(self.layers.signature(begin, end), self.in_flight[stage])
-            if known is None or known[0] is None:
+            if known is None or known.solution is None:
                 return None
-            stages.append(known[0])
+            stages.append(known.solution)
         return Solved(iteration_ns([stage.time for stage in stages], self.micro_batches), positions, tuple(stages))
 
-    def _known(self, signature: Signature, in_flight_count: int) -> tuple[StageSolution | None] | None:
-        """The solution of a stage if it is known, in a tuple because it may be that there is none.
+    def _known(self, signature: Signature, in_flight_count: int) -> _Known | None:
+        """What is known of a stage that holds this many micro-batches in flight.
 
-        More micro-batches in flight can only make a stage slower, so equal times at a lower and a higher count hold for
-        all counts between, and the choice for the higher count fits them all.
+        More of them can only make a stage slower: what holds for fewer is a bound, and where fewer and more take equal
+        time, so does all between, with the choice for more.
         """
         by_count = self._solved.get(signature, {})
-        if in_flight_count in by_count:
-            return (by_count[in_flight_count],)
-        higher = [count for count in by_count if count > in_flight_count]
-        lower = [count for count in by_count if count < in_flight_count]
-        if higher and lower:
-            above, below = by_count[min(higher)], by_count[max(lower)]
-            if above is not None and below is not None and above.time == below.time:
-                return (above,)
-        if lower and by_count[max(lower)] is None:
-            return (None,)
-        return None
+        if in_flight_count in by_count and by_count[in_flight_count].settled:
+            return by_count[in_flight_count]
+        fewer = max((known.time for count, known in by_count.items() if count <= in_flight_count), default=None)
+        if fewer is None:
+            return None
+        if fewer == np.inf:
+            return _Known(np.inf, None)
+        more = [known for count, known in by_count.items() if count > in_flight_count and known.solution is not None]
+        reached = min(more, key=lambda known: known.time, default=None)
+        return reached if reached is not None and reached.time == fewer else _Known(fewer, None)
 
     def _problem(self, signature: Signature, in_flight_count: int) -> StageProblem:
         before, runs, last = signature
@@ -212,36 +267,11 @@ class Combination:
             exit=nothing if last else self.transfer[runs[-1][0]],
         )
 
-    def _patch(
-        self,
-        matrix: CutMatrix,
-        signature: Signature,
-        by_count: dict[int, StageSolution | None],
-        in_flight_count: int,
-    ) -> None:
+    def _patch(self, matrix: CutMatrix, signature: Signature, in_flight_count: int) -> None:
         """Put what is known of a signature in place of its bounds, wherever it appears."""
         known = self._known(signature, in_flight_count)
-        if known is not None:
-            value = float(known[0].time) if known[0] else np.inf
-        else:
-            below = [count for count in by_count if count < in_flight_count]
-            solution = by_count[max(below)] if below else None
-            if solution is None:
-                return
-            value = float(solution.time)  # still a bound: fewer in flight are never slower
-        _, runs, _ = signature
-        width = sum(length for _, length in runs)
-        if width >= matrix.shape[1]:
+        width = sum(length for _, length in signature[1])
+        if known is None or width >= matrix.shape[1]:
             return
-        for end in range(width, self.layers.count + 1):
-            if self._appears(signature, end - width, end):
-                matrix[end, width] = max(value, matrix[end, width]) if known is None else value
-
-    def _appears(self, signature: Signature, begin: int, end: int) -> bool:
-        before, runs, last = signature
-        kinds = self.layers.kinds
-        if last != (end == self.layers.count) or before != (int(kinds[begin - 1]) if begin else -1):
-            return False
-        if len(runs) == 1:
-            return bool(kinds[begin] == runs[0][0] and self.layers.run_begin[end - 1] <= begin)
-        return self.layers.signature(begin, end) == signature
+        for end in self.layers.ends(signature):
+            matrix[end, width] = known.time if known.settled else max(known.time, matrix[end, width])

@@ -179,10 +179,23 @@ class _Search:
         most = self.problem.max_micro_batches or batch
         return [count for count in divisors(batch) if least <= count <= most]
 
+    def _undominated(self, degree: int) -> list[tuple[int, int]]:
+        """Pairs (batch, micro-batches) worth a look.
+
+        With the size of a micro-batch fixed, more of them spread the filling of the pipeline and the work done once an
+        iteration over more samples. Unless they all stay in memory (GPipe), the most micro-batches therefore win, and
+        for each size only the largest batch is kept.
+        """
+        pairs = [(b, m) for b in self.problem.batches for m in self._micro_batch_counts(b, degree)]
+        if degree > 1 and self.problem.schedule is Schedule.GPIPE:
+            return pairs
+        most = {batch // micro_batches: (batch, micro_batches) for batch, micro_batches in sorted(pairs)}
+        return sorted(most.values())
+
     def _first_bounds(self) -> Iterator[tuple[_Candidate, float]]:
         """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
         for degree, costs in self.stage_costs.items():
-            pairs = [(b, m) for b in self.problem.batches for m in self._micro_batch_counts(b, degree)]
+            pairs = self._undominated(degree)
             size = max(1, _CHUNK // (len(costs.strategies) * len(self.layers.total)))
             for start in range(0, len(pairs), size):
                 chunk = pairs[start : start + size]

@@ -1,0 +1,156 @@
+"""Strict reading of plan files: whatever is wrong is said with the path of the field, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from galvatron.cost.pipeline import Schedule, in_flight
+from galvatron.errors import InvalidInput, PlanMismatch
+from galvatron.plan.plan import FORMAT_VERSION, Plan
+from galvatron.spec import Strategy
+
+__all__ = ["read_plan"]
+
+_REMEDY = "make the plan again with 'galvatron plan'"
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file, checked for shape, version, digests and consistency."""
+    where = str(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+        raw = json.loads(text, parse_constant=_no_constant)
+    except OSError as error:
+        raise InvalidInput(f"cannot read plan {where!r}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not a plan file: it is not JSON ({error})") from error
+    if not isinstance(raw, dict) or "version" not in raw:
+        raise InvalidInput(f"{where}: not a plan file: it has no 'version' field")
+    if raw["version"] != FORMAT_VERSION or isinstance(raw["version"], bool):
+        raise PlanMismatch(
+            f"{where}: version: {raw['version']!r} is not the version this program reads, {FORMAT_VERSION}; {_REMEDY}"
+        )
+    try:
+        plan = TypeAdapter(Plan).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(
+            f"{where}: {_path(first['loc'])}: {first['msg']} (given: {_short(first['input'])}); {_REMEDY}"
+        ) from error
+    except RecursionError as error:
+        raise InvalidInput(f"{where}: not a plan file: nested too deeply") from error
+    unknown = _unknown(raw, plan.to_dict(), "")
+    if unknown:
+        raise InvalidInput(f"{where}: {unknown}: unknown field; remove it, or {_REMEDY}")
+    try:
+        _check(plan)
+    except InvalidInput as error:
+        raise type(error)(f"{where}: {error}; {_REMEDY}") from error
+    return plan
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _unknown(given: Any, known: Any, path: str) -> str | None:
+    """Path of the first key in the file that the format does not have."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key, value in given.items():
+            if key not in known:
+                return f"{path}.{key}".lstrip(".")
+            if found := _unknown(value, known[key], f"{path}.{key}"):
+                return found
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (one, other) in enumerate(zip(given, known, strict=False)):
+            if found := _unknown(one, other, f"{path}[{index}]"):
+                return found
+    return None
+
+
+def _check(plan: Plan) -> None:
+    """What types cannot say: facts that must agree with each other."""
+    names = {kind.name for kind in plan.model.kinds}
+    for index, run in enumerate(plan.model.order):
+        if run.layer not in names:
+            raise InvalidInput(f"model.order[{index}].layer: {run.layer!r} is not among model.kinds")
+        if not 0 < run.count <= 1_000_000:
+            raise InvalidInput(f"model.order[{index}].count: {run.count} is not a number of layers")
+    if not plan.model.order:
+        raise InvalidInput("model.order: the model has no layers")
+    model = plan.model.spec()
+    if model.digest != plan.model.digest:
+        raise PlanMismatch(f"model.digest: {plan.model.digest!r} does not match the model's facts ({model.digest!r})")
+    cluster = plan.cluster.facts
+    if cluster.digest != plan.cluster.digest:
+        raise PlanMismatch(f"cluster.digest: {plan.cluster.digest!r} does not match its facts ({cluster.digest!r})")
+    if plan.cluster.devices != cluster.devices:
+        raise InvalidInput(f"cluster.devices: {plan.cluster.devices} given, but its levels make {cluster.devices}")
+    _check_numbers(plan)
+    _check_stages(plan, [layer.name for layer in model.layers])
+
+
+def _check_numbers(plan: Plan) -> None:
+    if plan.schedule not in list(Schedule):
+        raise InvalidInput(f"schedule: {plan.schedule!r} is not one of {', '.join(Schedule)}")
+    if plan.batch < 1 or plan.micro_batches < 1 or plan.batch % plan.micro_batches:
+        raise InvalidInput(f"micro_batches: {plan.micro_batches} does not divide the batch of {plan.batch}")
+    if not plan.iteration_s > 0 or abs(plan.throughput * plan.iteration_s / plan.batch - 1) > 1e-6:
+        raise InvalidInput(
+            f"throughput: {plan.throughput} is not batch / iteration_s = {plan.batch} / {plan.iteration_s}"
+        )
+
+
+def _check_stages(plan: Plan, layers: list[str]) -> None:
+    if not plan.stages or plan.cluster.devices % len(plan.stages):
+        raise InvalidInput(f"stages: {len(plan.stages)} stages do not divide {plan.cluster.devices} devices equally")
+    size = plan.cluster.devices // len(plan.stages)
+    position = 0
+    for p, stage in enumerate(plan.stages):
+        if stage.devices != tuple(range(p * size, (p + 1) * size)):
+            raise InvalidInput(f"stages[{p}].devices: expected {p * size} to {(p + 1) * size - 1}")
+        if not stage.layers:
+            raise InvalidInput(f"stages[{p}].layers: a stage needs at least one layer")
+        expected = in_flight(p, len(plan.stages), plan.micro_batches, Schedule(plan.schedule))
+        if stage.in_flight != expected:
+            raise InvalidInput(f"stages[{p}].in_flight: {stage.in_flight} given, {plan.schedule} holds {expected}")
+        for index, layer in enumerate(stage.layers):
+            where = f"stages[{p}].layers[{index}]"
+            if position >= len(layers) or layer.index != position or layer.layer != layers[position]:
+                raise InvalidInput(f"{where}: layer {layer.index} ({layer.layer!r}) is not next in the model")
+            _check_strategy(plan, layer.strategy, size, where)
+            position += 1
+        if stage.memory_bytes > plan.memory_budget_bytes:
+            raise InvalidInput(f"stages[{p}].memory_bytes: {stage.memory_bytes} is above the budget")
+    if position != len(layers):
+        raise InvalidInput(f"stages: they hold {position} of the model's {len(layers)} layers")
+
+
+def _check_strategy(plan: Plan, text: str, size: int, where: str) -> None:
+    try:
+        strategy = Strategy.parse(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}.strategy: {error}") from error
+    if strategy.devices != size:
+        raise InvalidInput(f"{where}.strategy: {text!r} is for {strategy.devices} devices, the stage has {size}")
+    if plan.micro_batch % strategy.data_degree:
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} divides the batch by {strategy.data_degree}, "
+            f"but a micro-batch has {plan.micro_batch} samples"
+        )

@@ -1,0 +1,67 @@
+"""Measured layer times by name or from a TOML file (docs/clusters.md, "Measured layer times"), and written back to one.
+
+name = "bert-huge-titan-rtx"
+source = "measured on …"
+
+[[layers]]
+layer = "encoder"
+forward = "2.39ms"
+backward_ratio = 2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from galvatron.errors import InvalidInput
+from galvatron.spec.profile import LayerTime, ModelProfile
+from galvatron.zoo.toml_fields import Entry, Table, duration, number, tables, text
+from galvatron.zoo.toml_files import load_named, parse_text, preset_names
+
+__all__ = ["dump_profile", "load_profile", "profile_names"]
+
+_FOLDER = "profiles"
+
+_LAYER = Table(
+    LayerTime,
+    (
+        Entry("layer", "layer", text(), "the layer's name in the model, such as encoder"),
+        Entry("forward", "forward_s", duration("1ns", "1000s"), "forward time of one sample, such as 2.39ms"),
+        Entry("backward_ratio", "backward_ratio", number(0.1, 100), "backward time over forward time"),
+    ),
+)
+_PROFILE = Table(
+    ModelProfile,
+    (
+        Entry("name", "name", text(), "the profile's name"),
+        Entry("source", "source", text(shortest=0, longest=4000, lines=True), "where the times were measured"),
+        Entry("layers", "times", tables(_LAYER, least=1, most=10_000), "[[layers]] tables, one for each kind of layer"),
+    ),
+)
+
+
+def profile_names() -> tuple[str, ...]:
+    """The profiles known by name."""
+    return preset_names(_FOLDER)
+
+
+def load_profile(source: str | Path) -> ModelProfile:
+    """The profile that ``source`` names: a preset, or the path of a ``.toml`` file."""
+    return _checked(load_named(source, _FOLDER, "profile", _PROFILE), str(source))
+
+
+def dump_profile(profile: ModelProfile) -> str:
+    """The profile as a file that reads back equal; what no file may say is refused here."""
+    content, file = "\n".join(_PROFILE.write(profile)) + "\n", f"profile {profile.name!r}"
+    _checked(parse_text(content, file, _PROFILE), file)
+    return content
+
+
+def _checked(profile: ModelProfile, file: str) -> ModelProfile:
+    """A layer named twice would have two times, of which the planner would take the first in silence."""
+    seen: set[str] = set()
+    for index, time in enumerate(profile.times):
+        if time.layer in seen:
+            raise InvalidInput(f"{file}: layers[{index}].layer is {time.layer!r} again; expected each layer once")
+        seen.add(time.layer)
+    return profile
