@@ -21,7 +21,9 @@ from galvatron.zoo import load_model
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TOKENS = 96
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = 64
 VOCABULARY = 500
 
 
@@ -37,10 +39,10 @@ class Case:
 
 def _bert(layers: int, dropout: float) -> Any:
     return transformers.BertConfig(
-        hidden_size=96,
+        hidden_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=320,
+        intermediate_size=192,
         vocab_size=VOCABULARY,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
@@ -49,7 +51,7 @@ def _bert(layers: int, dropout: float) -> Any:
 
 def _gpt2(layers: int, dropout: float) -> Any:
     return transformers.GPT2Config(
-        n_embd=96,
+        n_embd=64,
         n_layer=layers,
         n_head=4,
         vocab_size=VOCABULARY,
@@ -64,11 +66,11 @@ def _gpt2(layers: int, dropout: float) -> Any:
 
 def _llama(kv_heads: int) -> Callable[[int, float], Any]:
     return lambda layers, dropout: transformers.LlamaConfig(
-        hidden_size=96,
+        hidden_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
-        intermediate_size=320,
+        intermediate_size=192,
         vocab_size=VOCABULARY,
         attention_dropout=dropout,
         use_cache=False,
@@ -77,12 +79,12 @@ def _llama(kv_heads: int) -> Callable[[int, float], Any]:
 
 def _t5(grow: str, projection: str = "relu") -> Callable[[int, float], Any]:
     return lambda layers, dropout: transformers.T5Config(
-        d_model=96,
+        d_model=64,
         d_kv=32,
         num_layers=layers if grow == "encoder" else 1,
         num_decoder_layers=layers if grow == "decoder" else 1,
         num_heads=4,
-        d_ff=320,
+        d_ff=192,
         vocab_size=VOCABULARY,
         dropout_rate=dropout,
         feed_forward_proj=projection,
@@ -94,10 +96,10 @@ def _t5(grow: str, projection: str = "relu") -> Callable[[int, float], Any]:
 
 def _vit(layers: int, dropout: float) -> Any:
     return transformers.ViTConfig(
-        hidden_size=96,
+        hidden_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=320,
+        intermediate_size=192,
         image_size=64,
         patch_size=8,
         hidden_dropout_prob=dropout,
@@ -108,7 +110,7 @@ def _vit(layers: int, dropout: float) -> Any:
 
 def _swin(layers: int, dropout: float) -> Any:
     return transformers.SwinConfig(
-        image_size=224,
+        image_size=112,
         embed_dim=32,
         depths=[layers, 1],
         num_heads=[2, 4],
@@ -127,7 +129,7 @@ CASES = {
     "t5-decoder": Case("decoder", "T5ForConditionalGeneration", _t5("decoder")),
     "t5-gated": Case("decoder", "T5ForConditionalGeneration", _t5("decoder", "gated-gelu")),
     "vit": Case("encoder", "ViTForImageClassification", _vit, image=64),
-    "swin": Case("stage1", "SwinForImageClassification", _swin, image=224),
+    "swin": Case("stage1", "SwinForImageClassification", _swin, image=112),
 }
 
 
@@ -170,7 +172,8 @@ def saved_bytes(case: Case, config: Any, training: Training) -> int:
 
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in fixed:
+        # Integers are token ids, and position buckets that the whole batch shares.
+        if storage.data_ptr() not in fixed and tensor.dtype is not torch.long:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # keeps the storage alive, so that no address is used twice
 
@@ -188,18 +191,34 @@ def stated(config: Any, folder: Path, training: Training, *, image: bool) -> Mod
     )
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    ("precision", "dropout"),
+    [(Precision.FP32, 0.0), (Precision.FP32, 0.1), (Precision.BF16, 0.0)],
+    ids=["fp32", "fp32-dropout", "bf16"],
+)
 @pytest.mark.parametrize("attention", [Attention.EAGER, Attention.FUSED])
 @pytest.mark.parametrize("name", CASES)
-def test_zoo_states_what_autograd_saves(
-    name: str, attention: Attention, dropout: float, precision: Precision, tmp_path: Path
+def test_a_block_saves_what_autograd_saves(
+    name: str, attention: Attention, precision: Precision, dropout: float, tmp_path: Path
 ) -> None:
     case = CASES[name]
     training = Training(precision=precision, attention=attention)
-    few, more = (saved_bytes(case, case.configure(layers, dropout), training) for layers in (2, 4))
-    measured = (more - few) / 2
+    measured_as = training
+    if name == "llama-grouped" and precision is Precision.FP32:
+        measured_as = Training(attention=Attention.EAGER)  # the CPU has a fused kernel for this, CUDA has none
+    few, more = (saved_bytes(case, case.configure(layers, dropout), measured_as) for layers in (2, 4))
     spec = stated(case.configure(2, dropout), tmp_path, training, image=bool(case.image))
     block = next(kind for kind in spec.kinds if kind.name == case.block)
-    assert block.activation_bytes == pytest.approx(measured, rel=0.03)
+    # bf16: the CPU keeps norm statistics in bf16 where CUDA keeps fp32.
+    assert block.activation_bytes == pytest.approx((more - few) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5-encoder", "vit", "swin"])
+def test_a_model_saves_what_autograd_saves(name: str, dropout: float, tmp_path: Path) -> None:
+    """Embedding and head as well: blocks once, everything else besides."""
+    case = CASES[name]
+    training = Training(attention=Attention.EAGER)
+    measured = saved_bytes(case, case.configure(1, dropout), training)
+    spec = stated(case.configure(1, dropout), tmp_path, training, image=bool(case.image))
+    assert spec.activation_bytes == pytest.approx(measured, rel=0.02)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from galvatron.cost import NEVER, Integers, Schedule, StageCosts, in_flight, iteration_ns
 from galvatron.search.bounds import hull_multipliers, priced_minima
-from galvatron.search.cuts import CutMatrix, Cuts, best_cuts
+from galvatron.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
 from galvatron.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = ["Combination", "Layers", "Solved"]
@@ -113,14 +113,16 @@ class Combination:
 
     # ------------------------------------------------------------------ bounds
 
-    def bound(self, cutoff: float) -> float:
+    def bound(self) -> float:
         """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound."""
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
             return float(sum(stages) + (self.micro_batches - 1) * max(stages))
-        cuts = self._optimistic(cutoff)
-        return cuts.objective if cuts else np.inf
+        # Fewer micro-batches in flight are never slower, so rounding their number down to a power of two keeps the bound.
+        matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
+        bound = cuts_bound(matrices, self.micro_batches)
+        return min(bound, self._wider_bound())
 
     def _optimistic(self, cutoff: float) -> Cuts | None:
         """Best cuts over what is known of the stages; widens the longest stage considered until it cannot matter."""
@@ -128,13 +130,15 @@ class Combination:
             matrices = [self._matrix(count) for count in self.in_flight]
             cuts = best_cuts(matrices, self.micro_batches, cutoff)
             limit = cuts.objective if cuts else cutoff
-            if self._width >= self.layers.count - self.stages + 1 or self._wider_bound() >= limit:
+            if self._wider_bound() >= limit:
                 return cuts
             self._width = min(2 * self._width, self.layers.count - self.stages + 1)
             self._matrices.clear()
 
     def _wider_bound(self) -> float:
         """A bound on iterations in which some stage is longer than any considered so far."""
+        if self._width >= self.layers.count - self.stages + 1:
+            return np.inf
         least = self._bounds(min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1)
         return self.micro_batches * float(least.min())
 

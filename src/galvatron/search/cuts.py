@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from galvatron.search.bounds import Floats
 
-__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts"]
+__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound"]
 
 
 class CutRule(StrEnum):
@@ -68,6 +68,15 @@ def best_cuts(matrices: list[CutMatrix], micro_batches: int, cutoff: float) -> C
             if least_sum + weight * slowest < best:
                 best, best_positions = least_sum + weight * slowest, positions
     return Cuts(best, best_positions) if best < cutoff else None
+
+
+def cuts_bound(matrices: list[CutMatrix], micro_batches: int) -> float:
+    """A cheap lower bound on what :func:`best_cuts` finds: the least sum and the least slowest stage, each by itself."""
+    program = _Program(matrices)
+    path = program.shortest(np.inf)
+    if path is None:
+        return np.inf
+    return path[0] + (micro_batches - 1) * program.least_slowest()
 
 
 class _Program:

@@ -145,7 +145,7 @@ class _Search:
             key = (batch, degree, micro_batches)
             if tier == 0:
                 opened[key] = self._combination(batch, degree, micro_batches)
-                bound = opened[key].bound(cutoff)
+                bound = opened[key].bound()
                 if np.isfinite(bound):
                     heapq.heappush(heap, (max(rank, -batch / bound), *key, 1))
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -97,14 +96,22 @@ class Cluster:
         """Whether islands differ in speed, so that who talks to whom matters."""
         return len({(level.bytes_per_s, level.shared) for level in self.levels}) > 1
 
-    def link(self, digits: Iterable[Digit]) -> Link:
+    def link(self, digits: frozenset[Digit]) -> Link:
         """Bandwidth and latency of a group whose members differ in these digits.
 
         The ring is as fast as its slowest crossing. A level is crossed when some digit's block does not lie inside one
         unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group has one lane
         for each of its members there.
         """
-        digits = tuple(digits)
+        if digits not in self._links:
+            self._links[digits] = self._slowest_crossing(digits)
+        return self._links[digits]
+
+    @cached_property
+    def _links(self) -> dict[frozenset[Digit], Link]:
+        return {}
+
+    def _slowest_crossing(self, digits: frozenset[Digit]) -> Link:
         bytes_per_s, latency_s = math.inf, 0.0
         unit_size = 1
         for level in self.levels:

@@ -5,10 +5,11 @@ Knows nothing of models, links or costs. Paper Section 3.2: a path through a dec
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from galvatron.errors import InvalidInput
@@ -71,10 +72,7 @@ class Strategy:
 
     @cached_property
     def devices(self) -> int:
-        product = 1
-        for axis in self.axes:
-            product *= axis.degree
-        return product
+        return math.prod(axis.degree for axis in self.axes)
 
     def degree(self, kind: Kind) -> int:
         return next((axis.degree for axis in self.axes if axis.kind is kind), 1)
@@ -86,14 +84,7 @@ class Strategy:
 
     def digits(self, *kinds: Kind) -> Layout:
         """The digits of the rank that the axes of these kinds own."""
-        owned: set[Digit] = set()
-        stride = self.devices
-        for axis in self.axes:
-            for prime in prime_factors(axis.degree):
-                stride //= prime
-                if axis.kind in kinds:
-                    owned.add(Digit(stride, prime))
-        return frozenset(owned)
+        return _owned_digits(self.axes, kinds)
 
     @cached_property
     def layout(self) -> Layout:
@@ -133,6 +124,19 @@ class Strategy:
             raise InvalidInput(f"strategy {str(self)!r}: ZeRO-2 (+zero2) needs a dp axis and no sdp axis")
 
 
+@lru_cache(maxsize=65536)
+def _owned_digits(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Layout:
+    owned: set[Digit] = set()
+    stride = math.prod(axis.degree for axis in axes)
+    for axis in axes:
+        for prime in prime_factors(axis.degree):
+            stride //= prime
+            if axis.kind in kinds:
+                owned.add(Digit(stride, prime))
+    return frozenset(owned)
+
+
+@lru_cache(maxsize=1024)
 def prime_factors(number: int) -> tuple[int, ...]:
     """Prime factors, largest first, so that the outermost digit of 12 devices is the 3 and the rest are bits."""
     factors: list[int] = []
@@ -157,6 +161,7 @@ def gathered_digits(source: Layout, target: Layout) -> Layout:
     source∖target. Where the two layouts write ranks in different mixed radices no partial gather lines up, so all of
     the source is gathered first.
     """
-    if all(compatible(a, b) for a in source for b in target):
+    bits = all(digit.radix == 2 for digit in source | target)
+    if bits or all(compatible(a, b) for a in source for b in target):
         return source - target
     return source

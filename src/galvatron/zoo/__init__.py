@@ -1,6 +1,6 @@
-"""Models as facts: by name, from a Hugging Face configuration, or from figures of your own.
+"""Models, clusters and profiles as facts: by name, from files, models also from a Hugging Face configuration.
 
-Needs neither torch nor transformers: a model is arithmetic here. Knows ``spec``; nothing here knows clusters or costs.
+Needs neither torch nor transformers: a model is arithmetic here. Knows ``spec``; nothing here knows costs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from pathlib import Path
 
 from galvatron.errors import InvalidInput
 from galvatron.spec.model import ModelSpec, Training
+from galvatron.zoo.cluster_files import cluster_names, load_cluster
+from galvatron.zoo.paper import paper_profile
 from galvatron.zoo.presets import find_preset, preset_names
+from galvatron.zoo.profile_files import load_profile
 
-__all__ = ["load_model", "model_names"]
+__all__ = ["cluster_names", "load_cluster", "load_model", "load_profile", "model_names", "paper_profile"]
 
 
 def model_names() -> tuple[str, ...]:

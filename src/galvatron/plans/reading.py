@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from galvatron.cost.pipeline import Schedule, in_flight
 from galvatron.errors import InvalidInput, PlanMismatch
-from galvatron.plan.plan import FORMAT_VERSION, Plan
+from galvatron.plans.plan import FORMAT_VERSION, Plan
 from galvatron.spec import Strategy
 
 __all__ = ["read_plan"]

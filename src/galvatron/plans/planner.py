@@ -8,7 +8,7 @@ import numpy as np
 
 from galvatron.cost import GALVATRON, Conventions, CostModel, Schedule
 from galvatron.errors import InvalidInput
-from galvatron.plan.plan import (
+from galvatron.plans.plan import (
     FORMAT_VERSION,
     Certificate,
     ClusterFacts,
@@ -107,7 +107,7 @@ def default_batch_step(devices: int) -> int:
 
 
 def try_plan(request: Request) -> Plan | None:
-    """The best plan, or None when nothing fits; :mod:`galvatron.plan.advice` says what would."""
+    """The best plan, or None when nothing fits; :mod:`galvatron.plans.advice` says what would."""
     optimum = search(request.problem())
     return None if optimum is None else _written_out(request, optimum)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron.errors import Infeasible
-from galvatron.plan.plan import Plan
-from galvatron.plan.planner import Request, default_batch_step, try_plan
+from galvatron.plans.plan import Plan
+from galvatron.plans.planner import Request, default_batch_step, try_plan
 from galvatron.search import search
 from galvatron.spec import Attention, Level, Precision
 from galvatron.units import MIB, format_bytes

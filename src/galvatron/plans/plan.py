@@ -222,7 +222,7 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file, or raise :class:`galvatron.errors.InvalidInput` naming file, field, value and remedy."""
-        from galvatron.plan.reading import read_plan  # pydantic is only needed to read
+        from galvatron.plans.reading import read_plan  # pydantic is only needed to read
 
         return read_plan(Path(path))
 

@@ -1,0 +1,47 @@
+"""Galvatron finds the fastest way to train a Transformer on the devices you have, and proves it.
+
+The public names load on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from galvatron.api import plan
+    from galvatron.errors import GalvatronError, Infeasible, InvalidInput, PlanMismatch
+    from galvatron.plans.plan import Plan
+    from galvatron.spec import Cluster, ModelSpec, Strategy
+
+__all__ = [
+    "Cluster",
+    "GalvatronError",
+    "Infeasible",
+    "InvalidInput",
+    "ModelSpec",
+    "Plan",
+    "PlanMismatch",
+    "Strategy",
+    "plan",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "galvatron.spec",
+    "GalvatronError": "galvatron.errors",
+    "Infeasible": "galvatron.errors",
+    "InvalidInput": "galvatron.errors",
+    "ModelSpec": "galvatron.spec",
+    "Plan": "galvatron.plans.plan",
+    "PlanMismatch": "galvatron.errors",
+    "Strategy": "galvatron.spec",
+    "plan": "galvatron.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'galvatron' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

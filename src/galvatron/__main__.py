@@ -1,0 +1,5 @@
+"""``python -m galvatron``."""
+
+from galvatron.cli import main
+
+main()

@@ -1,0 +1,46 @@
+"""``galvatron explain``: why a plan is what it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from galvatron.cli import options as opt
+
+__all__ = ["command"]
+
+
+def command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
+    as_json: opt.AsJson = False,
+) -> None:
+    """Show per stage and layer what and why, memory against the budget, and the best plan of every other space."""
+    from galvatron.plans.explain import explain, time_shares
+    from galvatron.plans.plan import Plan
+
+    explanation = explain(Plan.load(plan))
+    if as_json:
+        more = explanation.one_more_gib
+        opt.print_json(
+            {
+                "throughput": explanation.plan.throughput,
+                "time_shares": time_shares(explanation.plan),
+                "memory_budget_bytes": explanation.plan.memory_budget_bytes,
+                "stages": [{"memory_bytes": stage.memory_bytes} for stage in explanation.plan.stages],
+                "spaces": [
+                    {
+                        "space": rival.space,
+                        "throughput": rival.plan.throughput if rival.plan else None,
+                        "batch": rival.plan.batch if rival.plan else None,
+                        "obstacle": rival.obstacle,
+                    }
+                    for rival in explanation.rivals
+                ],
+                "one_more_gib": {"throughput": more.throughput, "batch": more.batch} if more else None,
+            }
+        )
+        return
+    from galvatron.plans.render import explanation_view
+
+    opt.show(explanation_view(explanation))

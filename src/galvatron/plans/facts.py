@@ -1,0 +1,99 @@
+"""Models and clusters for people: the tables behind ``galvatron models`` and ``galvatron clusters``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from galvatron.spec import Cluster, ModelSpec
+from galvatron.units import format_bytes, format_count, format_seconds
+
+__all__ = ["clusters_view", "layers_view", "links_view", "models_view"]
+
+
+def models_view(models: Sequence[ModelSpec]) -> RenderableType:
+    table = _table("name", "family", "parameters", "layers", "forward FLOPs a sample", "activations a sample")
+    for model in models:
+        table.add_row(
+            model.name,
+            model.family,
+            format_count(model.parameters),
+            str(len(model.layers)),
+            format_count(model.forward_flops),
+            format_bytes(model.activation_bytes),
+        )
+    note = Text("Names that end in a depth exist for other depths too, such as bert-huge-96.", style="dim")
+    return Group(table, note)
+
+
+def layers_view(model: ModelSpec) -> RenderableType:
+    table = _table("layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads")
+    position = 0
+    for layer, run in groupby(model.layers):
+        count = len(list(run))
+        tensor = layer.tensor_parallel
+        table.add_row(
+            f"{position}–{position + count - 1}" if count > 1 else str(position),
+            layer.name,
+            format_count(layer.parameters),
+            format_count(layer.forward_flops),
+            format_bytes(layer.activation_bytes),
+            format_bytes(layer.replicated_activation_bytes),
+            format_bytes(layer.boundary_bytes),
+            "not split" if tensor is None else ", ".join(map(str, tensor.divides)) or "any",
+        )
+        position += count
+    title = Text(f"{model.name}: {model.parameters:,} parameters, {model.training.precision}", style="bold")
+    return Group(title, table, Text("Sizes are for one sample.", style="dim"))
+
+
+def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
+    table = _table("name", "devices", "device", "memory", "fp32", "bf16", "islands")
+    for cluster in clusters:
+        device = cluster.device
+        table.add_row(
+            cluster.name,
+            str(cluster.devices),
+            device.name,
+            format_bytes(device.memory_bytes),
+            _rate(device.fp32_flops_per_s),
+            "–" if device.bf16_flops_per_s is None else _rate(device.bf16_flops_per_s),
+            " × ".join(f"{level.units} ({level.name})" for level in cluster.levels),
+        )
+    return table
+
+
+def links_view(cluster: Cluster) -> RenderableType:
+    table = _table("level", "joins", "bandwidth", "point to point", "latency", "shared")
+    unit = "devices"
+    for level in cluster.levels:
+        transfer = level.transfer_bytes_per_s or level.bytes_per_s
+        table.add_row(
+            level.name,
+            f"{level.units} {unit}",
+            f"{level.bytes_per_s / 1e9:.3g} GB/s",
+            f"{transfer / 1e9:.3g} GB/s",
+            format_seconds(level.latency_s),
+            "one link a unit" if level.shared else "a lane a device",
+        )
+        unit = f"× {level.name}"
+    device = cluster.device
+    title = Text(f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold")
+    reserved = f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}"
+    return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
+
+
+def _rate(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < 2 else "right")
+    return table
