@@ -133,13 +133,12 @@ def counted(cluster: Cluster, digits: Layout) -> float:
 
 
 bandwidths = st.sampled_from([1.0, 3.0, 10.0, 64.0])
+Levels = list[tuple[int, float, bool]]
 level_lists = st.lists(st.tuples(st.sampled_from([2, 3, 4, 6]), bandwidths, st.booleans()), min_size=1, max_size=3)
 
 
 @given(level_lists, st.data())
-def test_a_group_gets_what_counting_its_members_says(
-    levels: list[tuple[int, float, bool]], data: st.DataObject
-) -> None:
+def test_a_group_gets_what_counting_its_members_says(levels: Levels, data: st.DataObject) -> None:
     """Any mix of digits that nest in the islands, as those of powers of two always do."""
     islands = cluster(*levels)
     nesting, stride = [], 1

@@ -135,7 +135,7 @@ CASES = {
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Make the CPU save what CUDA saves: dropout masks of one byte, and no mask at all from a fused attention kernel."""
+    """Make the CPU save what CUDA saves: dropout masks of one byte, and none at all from a fused attention kernel."""
     functional = torch.nn.functional
     fused = functional.scaled_dot_product_attention
 

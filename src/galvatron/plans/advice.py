@@ -64,7 +64,7 @@ def _explained(request: Request) -> Infeasible:
 
 
 def _remedies(request: Request) -> list[str]:
-    """Single changes under which the same budget is enough, each tried."""
+    """Single changes under which the same budget is enough, each tried unless it says otherwise."""
     found: list[str] = []
     if request.batch is not None and request.batch > 1:
         smaller = [batch for batch in range(1, request.batch) if request.batch % batch == 0 or batch % 8 == 0]
@@ -77,21 +77,20 @@ def _remedies(request: Request) -> list[str]:
         found.append("recompute: keep only each layer's input and run forward again (--recompute)")
     if request.space != "full" and _fits(replace(request, space="full")):
         found.append("the full space of strategies (--space full)")
-    training = request.model.training
-    if training.precision is Precision.FP32 and cluster_has_bf16(request):
-        found.append("bf16 mixed precision halves the activations (--precision bf16)")
-    if training.attention is not Attention.FUSED:
-        found.append("fused attention saves no maps of size sequence² (--attention fused)")
     for factor in (2, 4, 8, 16, 32):
         larger = _more_devices(request, factor)
         if _fits(larger):
             found.append(f"more devices: {larger.cluster.devices} of them fit")
             break
+    training = request.model.training
+    leaner = []
+    if training.precision is Precision.FP32 and request.cluster.device.bf16_flops_per_s is not None:
+        leaner.append("--precision bf16")
+    if training.attention is not Attention.FUSED:
+        leaner.append("--attention fused")
+    if leaner:
+        found.append(f"not tried here, but smaller: {', '.join(leaner)}")
     return found
-
-
-def cluster_has_bf16(request: Request) -> bool:
-    return request.cluster.device.bf16_flops_per_s is not None
 
 
 def _fits(request: Request) -> bool:

@@ -43,9 +43,9 @@ def read_plan(path: Path) -> Plan:
         ) from error
     except RecursionError as error:
         raise InvalidInput(f"{where}: not a plan file: nested too deeply") from error
-    unknown = _unknown(raw, plan.to_dict(), "")
-    if unknown:
-        raise InvalidInput(f"{where}: {unknown}: unknown field; remove it, or {_REMEDY}")
+    stray = _stray(raw, plan.to_dict(), "")
+    if stray:
+        raise InvalidInput(f"{where}: {stray}; {_REMEDY}")
     try:
         _check(plan)
     except InvalidInput as error:
@@ -69,17 +69,20 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _unknown(given: Any, known: Any, path: str) -> str | None:
-    """Path of the first key in the file that the format does not have."""
+def _stray(given: Any, known: Any, path: str) -> str | None:
+    """The first field in the file that the format does not have, or the other way round: nothing is defaulted."""
     if isinstance(given, dict) and isinstance(known, dict):
-        for key, value in given.items():
+        for key in [*given, *known]:
+            where = f"{path}.{key}".lstrip(".")
             if key not in known:
-                return f"{path}.{key}".lstrip(".")
-            if found := _unknown(value, known[key], f"{path}.{key}"):
+                return f"{where}: unknown field"
+            if key not in given:
+                return f"{where}: missing field"
+            if found := _stray(given[key], known[key], where):
                 return found
     elif isinstance(given, list) and isinstance(known, list | tuple):
         for index, (one, other) in enumerate(zip(given, known, strict=False)):
-            if found := _unknown(one, other, f"{path}[{index}]"):
+            if found := _stray(one, other, f"{path}[{index}]"):
                 return found
     return None
 

@@ -6,6 +6,7 @@ Needs neither torch nor transformers: a model is arithmetic here. Knows ``spec``
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from galvatron.errors import InvalidInput
@@ -38,14 +39,15 @@ def load_model(source: str | Path, training: Training) -> ModelSpec:
         from galvatron.zoo.custom import read_custom
 
         return read_custom(path, training)
-    if path.suffix == ".json" or path.is_dir():
+    folder = os.path.isdir(path)  # unlike Path.is_dir, says no to a name too long for a file
+    if path.suffix == ".json" or folder:
         from galvatron.zoo.huggingface import read_huggingface
 
-        folder = path if path.is_dir() else path.parent
-        name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.stem
+        named_by = path if folder else path.parent
+        name = named_by.resolve().name if folder or path.name == "config.json" else path.stem
         return read_huggingface(path).spec(name or "model", training)
     close = difflib.get_close_matches(str(source), preset_names(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(preset_names())}"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(preset_names())}."
     raise InvalidInput(
         f"unknown model {str(source)!r}; {hint} A .toml file, or a .json file or folder with a Hugging Face "
         "configuration will also do"

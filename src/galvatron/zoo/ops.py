@@ -45,7 +45,7 @@ class Split(Enum):
     COLUMNS = auto()
     """Each rank computes some outputs from the whole input: the input is replicated, the output split."""
     ROWS = auto()
-    """Each rank sums over some inputs: the input is split, the output whole after an all-reduce, the bias replicated."""
+    """Each rank sums over some inputs: the input is split, the output whole after an all-reduce, the bias whole."""
     WHOLE = auto()
     """Every rank does all of it."""
 
@@ -107,8 +107,8 @@ def dropout(elements: int, *, active: bool, element: int, split: bool = False) -
     return (Op(split=elements * split, replicated=elements * (not split), gradient=elements * element),)
 
 
-def activation(name: str, elements: int, *, element: int, output_kept: bool) -> Op:
-    """An element-wise non-linearity inside the split part of a layer.
+def activation(name: str, elements: int, *, element: int, output_kept: bool, split: bool = True) -> Op:
+    """An element-wise non-linearity.
 
     ``output_kept``: whether the next operation keeps the output anyway. Where a dropout comes between, it does not, and
     the activations whose backward reads their own output keep it themselves.
@@ -116,8 +116,10 @@ def activation(name: str, elements: int, *, element: int, output_kept: bool) -> 
     keeps = ACTIVATIONS[name]
     if keeps == 0 and not output_kept:
         keeps = 1
+    saved = keeps * elements * element
     # Written-out activations have two branches of gradients alive at once.
-    return Op(split=keeps * elements * element, gradient=elements * element * (2 if keeps > 1 else 1))
+    gradient = elements * element * (2 if keeps > 1 else 1)
+    return Op(split=saved if split else 0, replicated=0 if split else saved, gradient=gradient)
 
 
 def residual(ops: Iterable[Op], skip: int) -> tuple[Op, ...]:

@@ -150,7 +150,7 @@ def _quantity(
     units: tuple[tuple[str, float], ...],
     pattern: str,
 ) -> Kind:
-    """A number with a unit. ``units`` are those to write it in, the base unit last; ``pattern`` matches all that are read.
+    """A number with a unit: ``units`` are those to write, the base unit last; ``pattern`` matches those to read.
 
     The range leaves out what only a forgotten unit can mean, such as ``bandwidth = 25``.
     """
@@ -163,7 +163,7 @@ def _quantity(
         return quantity if least <= quantity <= most else None
 
     def literal(value: float) -> str:
-        written = [f"{value / scale:.6g}{unit}" for unit, scale in units] if math.isfinite(value) else []
+        written = [f"{value / scale:.6g}{unit}" for unit, scale in units] if 0 <= value < math.inf else []
         exact = [text for text in written if parse(text) == value]
         return f'"{min(exact, key=len) if exact else f"{value!r}{units[-1][0]}"}"'
 
@@ -189,7 +189,7 @@ def bandwidth() -> Kind:
     return _quantity(
         parse_bytes_per_s,
         1e6,
-        1e18,
+        1e15,
         "a bandwidth of at least 1MB/s such as 12.5GB/s or 100Gb/s",
         (("GB/s", 1e9), ("MB/s", 1e6), ("B/s", 1)),
         "([kKMGTP]|[KMGT]i)?([bB]?(/s)?|bps)",
@@ -201,7 +201,7 @@ def compute_rate() -> Kind:
     return _quantity(
         parse_flops,
         1e6,
-        1e21,
+        1e18,
         "a compute rate of at least 1MFLOP/s such as 120TFLOP/s",
         (("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("FLOP/s", 1)),
         "[kKMGTP]?(FLOPS|FLOP/s|flops|flop/s)?",

@@ -78,7 +78,7 @@ class Bert:
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
         )
         transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
-        act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True)
+        act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True, split=False)
         # Untied, Hugging Face has two biases over the vocabulary, the head's own and the projection's.
         head = language_head(
             (transform, act, norm, Op(parameters=0 if self.tied else self.vocabulary)),

@@ -1,0 +1,251 @@
+"""The formulas of docs/cost-model.md, worked out by hand for one layer on a small cluster."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
+from galvatron.spec import (
+    Cluster,
+    Device,
+    LayerSpec,
+    LayerTime,
+    Level,
+    ModelProfile,
+    ModelSpec,
+    Precision,
+    Strategy,
+    TensorParallel,
+    Training,
+)
+
+MB = 10**6
+DEVICE = Device(
+    name="toy",
+    memory_bytes=10**10,
+    memory_bytes_per_s=28e9,
+    fp32_flops_per_s=1e12,
+    bf16_flops_per_s=4e12,
+    layer_overhead_s=1e-3,
+)
+CLUSTER = Cluster(
+    name="toy-4",
+    device=DEVICE,
+    levels=(Level(name="node", units=4, bytes_per_s=1e9, latency_s=1e-4, shared=False),),
+    reserved_bytes=0,
+    overlap_slowdown=1.5,
+)
+BLOCK = LayerSpec(
+    name="block",
+    parameters=41 * MB,
+    replicated_parameters=1 * MB,
+    forward_flops=10**10,
+    split_activation_bytes=80 * MB,
+    replicated_activation_bytes=20 * MB,
+    boundary_bytes=5 * MB,
+    transient_bytes=8 * MB,
+    tensor_parallel=TensorParallel(divides=(8,), forward_collectives=2, backward_collectives=2, message_bytes=5 * MB),
+)
+F, B = 0.01, 0.02  # forward and backward seconds of one sample: 1e10 operations at 1e12 a second
+LAT, H = 1e-4, 1e-3  # latency of a step, overhead of a layer
+
+
+def stage(
+    *strategies: str,
+    layer: LayerSpec = BLOCK,
+    conventions: Conventions = GALVATRON,
+    precision: Precision = Precision.FP32,
+    degree: int = 1,
+    profile: ModelProfile | None = None,
+) -> StageCosts:
+    model = ModelSpec(name="toy", family="custom", layers=(layer,) * 4, training=Training(precision=precision))
+    cost = CostModel(model=model, cluster=CLUSTER, conventions=conventions, profile=profile)
+    return cost.stage([Strategy.parse(text) for text in strategies], degree)
+
+
+def times(costs: StageCosts, samples: int) -> tuple[float, float]:
+    """(steady, once) seconds of the first strategy."""
+    priced = costs.layer_costs(np.array(samples))
+    shape = (1, len(costs.strategies))
+    return float(np.broadcast_to(priced.steady_s, shape)[0, 0]), float(np.broadcast_to(priced.once_s, shape)[0, 0])
+
+
+def overlap(compute: float, communicate: float) -> float:
+    """Both slowed by 1.5 while both run, the rest of the longer at full speed."""
+    both = min(compute, communicate)
+    return 1.5 * both + max(compute, communicate) - both
+
+
+def test_data_parallel() -> None:
+    """4 replicas, 8 samples: 2 each; 164 MB of gradients all-reduced beside backward; 41 M parameters updated."""
+    backward = 2 * B + 2 * H
+    sync = 2 * (3 / 4 * 0.164 + 2 * LAT)
+    steady, once = times(stage("dp4"), 8)
+    assert steady == pytest.approx(2 * F + H + backward)
+    assert once == pytest.approx(overlap(backward, sync) - backward + 41e6 * 28 / 28e9)
+
+
+def test_sharded_data_parallel_gathers_twice_and_scatters_once() -> None:
+    forward, backward = 2 * F + H, 2 * B + 2 * H
+    unit = 3 / 4 * 0.164 + 2 * LAT
+    steady, once = times(stage("sdp4"), 8)
+    assert steady == pytest.approx(overlap(forward, unit) + overlap(backward, 2 * unit))
+    assert once == pytest.approx(41e6 / 4 * 28 / 28e9)
+
+
+def test_paper_systems_wait_for_the_forward_gather() -> None:
+    """Paper Section 3.4: forward 'directly sums up the computation and communication costs'."""
+    unit = 3 / 4 * 0.164 + 2 * LAT
+    steady, _ = times(stage("sdp4", conventions=PAPER_SYSTEMS), 8)
+    assert steady == pytest.approx(2 * F + H + unit + overlap(2 * B + 2 * H, 2 * unit))
+
+
+def test_tensor_parallel_reduces_four_times() -> None:
+    """8 samples whole on each of 4 devices; weights and work divided by 4, 40 MB messages."""
+    reduce = 2 * (3 / 4 * 0.040 + 2 * LAT)
+    steady, once = times(stage("tp4"), 8)
+    assert steady == pytest.approx(8 * F / 4 + H + 8 * B / 4 + 2 * H + 4 * reduce)
+    assert once == pytest.approx((10e6 + 1e6) * 28 / 28e9)
+
+
+def test_recompute_runs_forward_and_its_collectives_again() -> None:
+    plain, _ = times(stage("tp4"), 8)
+    again, _ = times(stage("tp4+rc"), 8)
+    reduce = 2 * (3 / 4 * 0.040 + 2 * LAT)
+    assert again - plain == pytest.approx(8 * F / 4 + H + 2 * reduce)
+
+
+def test_sequence_parallel_gathers_inputs_again() -> None:
+    plain, _ = times(stage("tp4"), 8)
+    sequence, _ = times(stage("tp4+sp"), 8)
+    assert sequence - plain == pytest.approx(2 * (3 / 4 * 0.040 + 2 * LAT))
+
+
+def test_zero2_scatters_each_micro_batch_and_gathers_once() -> None:
+    backward = 2 * B + 2 * H
+    unit = 3 / 4 * 0.164 + 2 * LAT
+    steady, once = times(stage("dp4+zero2"), 8)
+    assert steady == pytest.approx(2 * F + H + overlap(backward, unit))
+    assert once == pytest.approx(overlap(backward, 2 * unit) - overlap(backward, unit) + 41e6 / 4 * 28 / 28e9)
+
+
+def test_hybrid_sharding_reduces_only_its_shard() -> None:
+    """dp2-sdp2: SDP inside pairs, then all-reduce of half the gradients between them."""
+    _, once = times(stage("dp2-sdp2"), 8)
+    backward = 2 * B + 2 * H
+    unit = 1 / 2 * 0.164 + LAT
+    sync = 2 * (1 / 2 * 0.082 + LAT)
+    assert once == pytest.approx(overlap(backward, 2 * unit + sync) - overlap(backward, 2 * unit) + 41e6 / 2 * 28 / 28e9)
+
+
+def test_bf16_computes_and_gathers_in_half_the_time_but_reduces_in_fp32() -> None:
+    forward, backward = 2 * F / 4 + H, 2 * B / 4 + 2 * H
+    gather, scatter = 3 / 4 * 0.082 + 2 * LAT, 3 / 4 * 0.164 + 2 * LAT
+    steady, _ = times(stage("sdp4", precision=Precision.BF16), 8)
+    assert steady == pytest.approx(overlap(forward, gather) + overlap(backward, gather + scatter))
+
+
+def test_measured_times_are_preferred() -> None:
+    profile = ModelProfile(name="p", times=(LayerTime(layer="block", forward_s=0.5, backward_ratio=3.0),))
+    steady, _ = times(stage("dp4", profile=profile), 8)
+    assert steady == pytest.approx(2 * 0.5 + H + 2 * 1.5 + 2 * H)
+
+
+def test_tables_amortise_once_over_micro_batches_and_round_up() -> None:
+    costs = stage("dp4")
+    steady, once = times(costs, 8)
+    tables = costs.tables(np.array(8), np.array(4))
+    assert tables.time_ns[0, 0] == math.ceil(round((steady + once / 4) * 1e9, 6))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "states", "activations", "transient"),
+    [
+        ("dp4", 41 * 16, 2 * 100, 2 * 8),
+        ("tp4", 11 * 16, 8 * (80 / 4 + 20), 8 * 8 / 4),
+        ("tp4+sp", 11 * 16, 8 * (80 + 20) / 4, 8 * 8 / 4),
+        ("dp4+rc", 41 * 16, 2 * 5, 2 * (8 + 100)),
+        ("tp4+sp+rc", 11 * 16, 8 * 5 / 4, 8 * (8 + 100) / 4),
+        ("dp4+zero2", 41 * 16 / 4 + 41 * 4, 2 * 100, 2 * 8 + 41 * 4),
+        ("sdp4", 41 * 16 / 4, 2 * 100, None),
+        ("dp2-sdp2", 41 * 16 / 2, 2 * 100, None),
+        ("sdp2-tp2", 21 * 16 / 2, 4 * (40 + 20), None),
+    ],
+)
+def test_memory_by_strategy(strategy: str, states: float, activations: float, transient: float | None) -> None:
+    """Megabytes for a micro-batch of 8 samples, from the shapes alone."""
+    tables = stage(strategy).tables(np.array(8), np.array(1))
+    assert tables.state_bytes[0, 0] == states * MB
+    assert tables.activation_bytes[0, 0] == activations * MB
+    if transient is not None:
+        assert tables.transient_bytes[0, 0] == transient * MB
+
+
+def test_sharded_layers_hold_gathered_parameters_while_they_run() -> None:
+    """Under SDP at least the layer's whole parameters and whole gradient are alive beside its own work."""
+    tables = stage("sdp4").tables(np.array(8), np.array(1))
+    assert tables.transient_bytes[0, 0] >= (2 * 8 + 2 * 41 * 4) * MB
+
+
+def test_bf16_keeps_a_working_copy_unless_sharded() -> None:
+    replicated = stage("dp4", precision=Precision.BF16).tables(np.array(8), np.array(1))
+    sharded = stage("sdp4", precision=Precision.BF16).tables(np.array(8), np.array(1))
+    assert replicated.state_bytes[0, 0] == 41 * (16 + 2) * MB
+    assert sharded.state_bytes[0, 0] == 41 * 16 / 4 * MB
+
+
+def test_what_does_not_divide_is_never_chosen() -> None:
+    """A batch that the data degree does not divide, heads that the tensor degree does not divide."""
+    costs = stage("dp4", "tp4", "dp2-tp2")
+    assert (costs.tables(np.array(6), np.array(1)).time_ns[0] >= NEVER).tolist() == [True, False, False]
+    awkward = LayerSpec(
+        name="block",
+        parameters=MB,
+        forward_flops=10**9,
+        split_activation_bytes=MB,
+        boundary_bytes=MB,
+        tensor_parallel=TensorParallel(divides=(6,), forward_collectives=2, backward_collectives=2, message_bytes=MB),
+    )
+    costs = stage("dp4", "tp4", "dp2-tp2", layer=awkward)
+    assert (costs.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [False, True, False]
+
+
+def test_layers_that_cannot_be_split_are_computed_whole() -> None:
+    whole = LayerSpec(
+        name="block", parameters=4 * MB, forward_flops=10**10, split_activation_bytes=MB, boundary_bytes=MB
+    )
+    costs = stage("tp4", layer=whole)
+    steady, _ = times(costs, 8)
+    assert steady == pytest.approx(8 * F + H + 8 * B + 2 * H)
+    tables = costs.tables(np.array(8), np.array(1))
+    assert tables.state_bytes[0, 0] == 64 * MB
+    assert tables.activation_bytes[0, 0] == 8 * MB
+
+
+def test_tied_weights_are_one_in_a_stage_and_two_in_a_pipeline() -> None:
+    """A head tied to the embedding costs nothing beside it; in another stage it is a copy, synchronised each step."""
+    embedding = LayerSpec(
+        name="embedding", parameters=30 * MB, forward_flops=0, split_activation_bytes=MB, boundary_bytes=MB
+    )
+    tensor = TensorParallel(forward_collectives=0, backward_collectives=1, message_bytes=MB)
+    head = LayerSpec(
+        name="head",
+        parameters=31 * MB,
+        tied_parameters=30 * MB,
+        forward_flops=10**9,
+        split_activation_bytes=MB,
+        boundary_bytes=MB,
+        tensor_parallel=tensor,
+    )
+    model = ModelSpec(name="tied", family="custom", layers=(embedding, head), training=Training())
+    assert model.parameters == 31 * MB
+    cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)
+    alone = cost.stage([Strategy.parse("dp4")], 1)
+    piped = cost.stage([Strategy.parse("dp2")], 2)
+    assert alone.tables(np.array(8), np.array(1)).state_bytes[1, 0] == 16 * MB
+    assert piped.tables(np.array(8), np.array(1)).state_bytes[1, 0] == 31 * 16 * MB
+    sync = np.broadcast_to(piped.layer_costs(np.array(8)).sync_s, (2, 1))
+    assert sync[1, 0] > 2 * (1 / 2 * 0.120 + LAT)

@@ -1,0 +1,162 @@
+"""Plan files: round trip, and strict reading of broken, foreign and mutated ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import galvatron
+from galvatron import InvalidInput, Plan, PlanMismatch
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan with several stages, kinds of layer, strategies and a tensor-parallel axis."""
+    return galvatron.plan("t5-tiny", "titan-rtx-8", memory="2GiB", batch=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+def test_round_trip_is_byte_identical(plan: Plan, folder: Path) -> None:
+    path = folder / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan
+    assert loaded.to_json() == path.read_text(encoding="utf-8")
+
+
+def test_embedded_facts_are_the_models_and_clusters_own(plan: Plan) -> None:
+    """Digests are those of freshly loaded facts, so a plan can be matched with what it will run on."""
+    from galvatron.zoo import load_cluster, load_model
+
+    assert load_cluster("titan-rtx-8").digest == plan.cluster.digest
+    assert load_model("t5-tiny", plan.model.training).digest == plan.model.digest
+
+
+def _write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "broken.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def _edited(plan: Plan, *path: str | int, value: Any) -> str:
+    raw = json.loads(plan.to_json())
+    at = raw
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = value
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        (("version",), 99, "version"),
+        (("version",), True, "version"),
+        (("batch",), "16", "batch"),
+        (("micro_batches",), 5, "micro_batches"),
+        (("schedule",), "zigzag", "schedule"),
+        (("throughput",), 1e9, "throughput"),
+        (("model", "digest"), "0" * 16, "model.digest"),
+        (("cluster", "digest"), "0" * 16, "cluster.digest"),
+        (("cluster", "facts", "levels", 0, "bytes_per_s"), 1.0, "cluster.digest"),
+        (("cluster", "devices"), 4, "cluster.devices"),
+        (("model", "kinds", 0, "parameters"), 5, "model.digest"),
+        (("model", "order", 0, "layer"), "nobody", "model.order[0].layer"),
+        (("model", "order"), [], "model.order"),
+        (("stages", 0, "devices"), [1], "stages[0].devices"),
+        (("stages", 0, "layers", 0, "strategy"), "dp3", "stages[0].layers[0].strategy"),
+        (("stages", 0, "layers", 0, "strategy"), "warp9", "stages[0].layers[0].strategy"),
+        (("stages", 0, "layers", 0, "layer"), "head", "stages[0].layers[0]"),
+        (("stages", 0, "layers"), [], "stages[0].layers"),
+        (("stages", 0, "in_flight"), 77, "stages[0].in_flight"),
+        (("stages", 0, "memory_bytes"), 1 << 60, "stages[0].memory_bytes"),
+        (("stages",), [], "stages"),
+        (("surprise",), 1, "surprise"),
+        (("stages", 0, "layers", 0, "note"), "hi", "stages[0].layers[0].note"),
+        (("certificate", "gap"), None, "certificate.gap"),
+    ],
+)
+def test_wrong_fields_are_named(plan: Plan, folder: Path, path: tuple[str | int, ...], value: Any, field: str) -> None:
+    broken = _write(folder, _edited(plan, *path, value=value))
+    with pytest.raises(InvalidInput) as caught:
+        Plan.load(broken)
+    assert f"broken.json: {field}" in str(caught.value)
+
+
+def test_other_versions_and_digests_are_mismatches(plan: Plan, folder: Path) -> None:
+    for path, value in ((("version",), 2), (("model", "digest"), "x"), (("cluster", "digest"), "x")):
+        with pytest.raises(PlanMismatch):
+            Plan.load(_write(folder, _edited(plan, *path, value=value)))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": NaN}', b"[" * 100_000, b'{"version": 1}', b"PK\x03\x04"]
+)
+def test_foreign_files_are_said_to_be_none(folder: Path, content: bytes) -> None:
+    with pytest.raises(InvalidInput, match=r"broken\.json"):
+        Plan.load(_write(folder, content))
+
+
+def test_missing_file_and_folder(folder: Path) -> None:
+    for path in (folder / "nothing.json", folder):
+        with pytest.raises(InvalidInput, match="cannot read plan"):
+            Plan.load(path)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Paths of everything in a plan that can be dropped or replaced."""
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        found += _leaves(child, (*path, key))
+    return found
+
+
+_JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 5),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+    st.just([]),
+    st.just({}),
+    st.just({"a": [1]}),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_plans_never_pass_silently(plan: Plan, folder: Path, data: st.DataObject) -> None:
+    """Drop, replace or add anything: either the error names the file, or what was read says just what the file says."""
+    raw = json.loads(plan.to_json())
+    original = copy.deepcopy(raw)
+    path = data.draw(st.sampled_from(_leaves(raw)))
+    at = raw
+    for part in path[:-1]:
+        at = at[part]
+    action = data.draw(st.sampled_from(["drop", "replace", "add", "truncate"]))
+    if action == "drop":
+        del at[path[-1]]
+    elif action == "replace":
+        at[path[-1]] = data.draw(_JUNK)
+    elif isinstance(at, dict):
+        at[data.draw(st.text(min_size=1, max_size=6).filter(lambda key: key not in at))] = data.draw(_JUNK)
+    text = json.dumps(raw)
+    if action == "truncate":
+        text = text[: data.draw(st.integers(0, len(text) - 1))]
+    try:
+        loaded = Plan.load(_write(folder, text))
+    except InvalidInput as error:
+        assert "broken.json" in str(error)
+    else:
+        assert json.loads(loaded.to_json()) == raw or raw == original

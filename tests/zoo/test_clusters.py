@@ -1,0 +1,511 @@
+"""Cluster files: the presets, what is written reads back, and whatever is wrong is named and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from galvatron.errors import InvalidInput
+from galvatron.spec import Cluster, Device, Kind, Level, Strategy
+from galvatron.zoo.cluster_files import cluster_names, cluster_schema, dump_cluster, load_cluster
+
+DOCS = Path(__file__).parents[2] / "docs"
+PRESETS = Path(__file__).parents[2] / "src" / "galvatron" / "zoo" / "clusters"
+
+VALID = """\
+name = "pair of nodes"
+reserved = "1GiB"
+overlap_slowdown = 1.3
+
+[device]
+name = "card"
+memory = "24GiB"
+memory_bandwidth = "550GB/s"
+fp32 = "9TFLOP/s"
+bf16 = "60TFLOP/s"
+layer_overhead = "0.2ms"
+
+[[levels]]
+name = "node"
+units = 8
+shared = false
+bandwidth = "200GB/s"
+latency = "4us"
+
+[[levels]]
+name = "cluster"
+units = 2
+shared = true
+bandwidth = "100Gb/s"
+transfer_bandwidth = "9GB/s"
+latency = "9us"
+"""
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "mine.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def refusal(folder: Path, content: str | bytes) -> str:
+    """The message for this file, which must name the file and be for people."""
+    with pytest.raises(InvalidInput) as caught:
+        load_cluster(write(folder, content))
+    message = str(caught.value)
+    assert all(line.startswith(str(folder / "mine.toml")) for line in message.splitlines())
+    assert len(message) < 5000
+    return message
+
+
+# Presets
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "islands"),
+    [
+        ("titan-rtx-8", 8, (2, 2, 2)),
+        ("titan-rtx-16", 16, (2, 2, 2, 2)),
+        ("a100-8", 8, (8,)),
+        ("a100-64", 64, (8, 8)),
+        ("h100-8", 8, (8,)),
+        ("h100-64", 64, (8, 8)),
+        ("h100-1024", 1024, (8, 128)),
+        ("h200-8", 8, (8,)),
+        ("rtx4090-8", 8, (4, 2)),
+        ("l4-8", 8, (4, 2)),
+    ],
+)
+def test_preset(name: str, devices: int, islands: tuple[int, ...]) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.devices == devices
+    assert tuple(level.units for level in cluster.levels) == islands
+
+
+def test_every_preset_is_known_and_says_where_its_figures_come_from() -> None:
+    assert cluster_names() == tuple(sorted(file.stem for file in PRESETS.glob("*.toml")))
+    for name in cluster_names():
+        assert load_cluster(name).source
+        for line in (PRESETS / f"{name}.toml").read_text(encoding="utf-8").splitlines():
+            if re.match(r"(reserved|overlap|memory|fp32|bf16|layer_o|bandwidth|transfer)", line):
+                assert "  # " in line, f"{name}: {line} has no source"
+
+
+def test_the_paper_s_cards_have_no_bf16_and_the_others_do() -> None:
+    for name in cluster_names():
+        assert (load_cluster(name).device.bf16_flops_per_s is None) == name.startswith("titan")
+
+
+def test_presets_are_in_the_order_their_hardware_suggests() -> None:
+    a100, h100, h200, l4 = (load_cluster(name) for name in ("a100-8", "h100-8", "h200-8", "l4-8"))
+    for slower, faster in ((l4, a100), (a100, h100), (h100, h200)):
+        assert slower.device.bf16_flops_per_s is not None
+        assert faster.device.bf16_flops_per_s is not None
+        assert slower.device.bf16_flops_per_s < faster.device.bf16_flops_per_s
+        assert slower.device.memory_bytes < faster.device.memory_bytes
+        assert slower.device.memory_bytes_per_s < faster.device.memory_bytes_per_s
+
+
+def test_a_node_of_rails_gives_a_lane_to_each_device_and_a_shared_port_does_not() -> None:
+    across = Strategy.parse("dp8-tp8").digits(Kind.DP)
+    assert load_cluster("h100-64").link(across).bytes_per_s == 45e9
+    assert load_cluster("a100-64").link(across).bytes_per_s == 11e9 / 8
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("titan-rtx-9", "titan-rtx-8"), ("h100_64", "h100-64"), ("nothing", "a100-8"), ("", "a100-8"), ("a\nb", "a100-8")],
+)
+def test_an_unknown_name_gets_suggestions(name: str, hint: str) -> None:
+    with pytest.raises(InvalidInput, match=hint) as caught:
+        load_cluster(name)
+    assert "unknown cluster" in str(caught.value)
+    assert ".toml" in str(caught.value)
+
+
+def test_loading_a_preset_needs_neither_pydantic_nor_numpy() -> None:
+    program = (
+        "import sys; from galvatron.zoo.cluster_files import load_cluster; load_cluster('h100-64'); "
+        "print(*sorted({'pydantic', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""
+
+
+# Reading
+
+
+def test_a_file_s_units_are_read(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, VALID))
+    assert cluster == Cluster(
+        name="pair of nodes",
+        device=Device(
+            name="card",
+            memory_bytes=24 * 2**30,
+            memory_bytes_per_s=550e9,
+            fp32_flops_per_s=9e12,
+            bf16_flops_per_s=60e12,
+            layer_overhead_s=0.2e-3,
+        ),
+        levels=(
+            Level(name="node", units=8, bytes_per_s=200e9, latency_s=pytest.approx(4e-6), shared=False),
+            Level(
+                name="cluster",
+                units=2,
+                bytes_per_s=12.5e9,
+                latency_s=pytest.approx(9e-6),
+                transfer_bytes_per_s=9e9,
+                shared=True,
+            ),
+        ),
+        reserved_bytes=2**30,
+        overlap_slowdown=1.3,
+    )
+
+
+def test_what_may_be_left_out(tmp_path: Path) -> None:
+    short = re.sub(r"(?m)^(overlap_slowdown|bf16|layer_overhead|transfer_bandwidth) = .*\n", "", VALID)
+    cluster = load_cluster(write(tmp_path, short))
+    assert cluster.overlap_slowdown == 1.0
+    assert cluster.device.bf16_flops_per_s is None
+    assert cluster.device.layer_overhead_s == 0.0
+    assert cluster.levels[1].transfer_bytes_per_s is None
+
+
+def test_a_single_device_says_that_it_has_no_levels(tmp_path: Path) -> None:
+    single = VALID[: VALID.index("[[levels]]")]
+    assert "levels is missing" in refusal(tmp_path, single)
+    assert load_cluster(write(tmp_path, "levels = []\n" + single)).devices == 1
+
+
+def test_plain_numbers_and_a_byte_order_mark_are_fine(tmp_path: Path) -> None:
+    plain = VALID.replace('"24GiB"', "24_000_000_000").replace('"4us"', "4e-6").replace('"200GB/s"', "2e11")
+    cluster = load_cluster(write(tmp_path, b"\xef\xbb\xbf" + plain.encode()))
+    assert cluster.device.memory_bytes == 24_000_000_000
+    assert cluster.levels[0].latency_s == 4e-6
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"100Gb/s"', '"0GB/s"', "levels[1].bandwidth is '0GB/s'; expected a bandwidth of at least 1MB/s"),
+        ('"100Gb/s"', "-1.0", "levels[1].bandwidth is -1.0"),
+        ('"100Gb/s"', "nan", "levels[1].bandwidth is nan"),
+        ('"100Gb/s"', "inf", "levels[1].bandwidth is inf"),
+        ('"100Gb/s"', '"1e308PB/s"', "levels[1].bandwidth is '1e308PB/s'"),
+        ('"100Gb/s"', "25", "levels[1].bandwidth is 25; expected a bandwidth of at least 1MB/s"),
+        ('"100Gb/s"', '"100us"', "levels[1].bandwidth is '100us'"),
+        ('"100Gb/s"', "true", "levels[1].bandwidth is True"),
+        ('"100Gb/s"', "[1]", "levels[1].bandwidth is a list of 1"),
+        ('"9GB/s"', "{ a = 1 }", "levels[1].transfer_bandwidth is a table"),
+        ('"9us"', '"-9us"', "levels[1].latency is '-9us'; expected a time from 0s to 1s"),
+        ('"9us"', "9", "levels[1].latency is 9"),
+        ("units = 2", "units = 1", "levels[1].units is 1; expected a whole number from 2"),
+        ("units = 2", "units = 2.0", "levels[1].units is 2.0"),
+        ("units = 2", "units = 0xffffffffffffffffffffffff", "levels[1].units is an integer of more than 64 bits"),
+        ("shared = true", 'shared = "yes"', "levels[1].shared is 'yes'; expected true or false"),
+        ("shared = true", "shared = 1", "levels[1].shared is 1"),
+        ('"24GiB"', "0", "device.memory is 0; expected a size of at least 1MiB"),
+        ('"24GiB"', '"1e308GB"', "device.memory is '1e308GB'"),
+        ('"9TFLOP/s"', '"9TB"', "device.fp32 is '9TB'; expected a compute rate"),
+        ("slowdown = 1.3", "slowdown = 0.9", "overlap_slowdown is 0.9; expected a number from 1 to 4"),
+        ("slowdown = 1.3", "slowdown = 4.1", "overlap_slowdown is 4.1"),
+        ("slowdown = 1.3", "slowdown = nan", "overlap_slowdown is nan"),
+        ('"1GiB"', '"24GiB"', "reserved is 24.0 GiB, but device.memory is 24.0 GiB"),
+        ('"card"', '""', "device.name is ''"),
+        ('"card"', '"\\u001b[2J"', "device.name is '\\x1b[2J'"),
+        (
+            'name = "node"',
+            'name = "node"\nlatancy = 1',
+            "levels[0].latancy is not a known key; did you mean 'latency'?",
+        ),
+        ("reserved", "reserve", "reserve is not a known key; did you mean 'reserved'?"),
+        ("reserved", "reserve", "reserved is missing; expected memory a process needs"),
+        ("[device]", "[devices]", "device is missing; expected a [device] table"),
+        ('memory = "24GiB"\n', "", "device.memory is missing; expected memory of one device"),
+        ("shared = true\n", "", "levels[1].shared is missing"),
+        ("units = 8", "units = 1000000", "levels join 2000000 devices; expected at most 1048576"),
+    ],
+)
+def test_an_error_names_field_value_and_remedy(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert old in VALID
+    assert expected in refusal(tmp_path, VALID.replace(old, new))
+
+
+def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    message = refusal(
+        tmp_path, VALID.replace('"9us"', '"soon"').replace("units = 8", "units = 1").replace("fp32", "fp31")
+    )
+    for field in ("device.fp31", "device.fp32", "levels[0].units", "levels[1].latency"):
+        assert field in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "name is missing"),
+        ("name = ", "is not TOML: Invalid value"),
+        (VALID.replace("units = 8", "units = = 8"), "line 15"),
+        (VALID.replace("units = 8", "units = 8\nunits = 8"), "Cannot overwrite"),
+        (b"\x80\x04\x95PK\x03", "byte 0 is not UTF-8 text"),
+        (b"name = 'a'\n\x00\x01\x02", "is not TOML"),
+        ("a = " + "[" * 100_000, "nested too deep"),
+        ("a = " + "9" * 10_000, "is not TOML"),
+        ("device = 3\nlevels = 'x'", "device is 3; expected a table with the keys"),
+        ("levels = [1, [], {}]", "levels[0] is 1; expected a table"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(tmp_path: Path, content: str | bytes, expected: str) -> None:
+    assert expected in refusal(tmp_path, content)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path / ("long" * 1000 + ".toml"), Path("nul\0.toml")):
+        with pytest.raises(InvalidInput, match=r"no such file|cannot be read"):
+            load_cluster(path)
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        load_cluster(str(folder))
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_presets_read_back_equal(tmp_path: Path, name: str) -> None:
+    cluster = load_cluster(name)
+    assert load_cluster(write(tmp_path, dump_cluster(cluster))) == cluster
+
+
+texts = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=100)
+rates = st.floats(1e6, 1e15)
+times = st.floats(0, 1)
+clusters = st.builds(
+    Cluster,
+    name=texts,
+    device=st.builds(
+        Device,
+        name=texts,
+        memory_bytes=st.integers(2**30, 2**50),
+        memory_bytes_per_s=rates,
+        fp32_flops_per_s=rates,
+        bf16_flops_per_s=st.none() | rates,
+        layer_overhead_s=times,
+    ),
+    levels=st.lists(
+        st.builds(
+            Level,
+            name=texts,
+            units=st.integers(2, 16),
+            bytes_per_s=rates,
+            latency_s=times,
+            transfer_bytes_per_s=st.none() | rates,
+            shared=st.booleans(),
+        ),
+        max_size=4,
+    ).map(tuple),
+    reserved_bytes=st.integers(0, 2**30 - 1),
+    overlap_slowdown=st.floats(1, 4),
+    source=st.text(st.characters(exclude_categories=["C", "Z"]) | st.sampled_from(' \n"\\'), max_size=200),
+)
+
+
+@given(clusters)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_written_reads_back_equal(tmp_path: Path, cluster: Cluster) -> None:
+    assert load_cluster(write(tmp_path, dump_cluster(cluster))) == cluster
+
+
+def test_figures_are_written_as_people_write_them(tmp_path: Path) -> None:
+    written = dump_cluster(load_cluster(write(tmp_path, VALID)))
+    assert tomllib.loads(written) == tomllib.loads(VALID.replace("100Gb/s", "12.5GB/s")) | {"source": ""}
+
+
+@pytest.mark.parametrize("bytes_per_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_no_file_may_say_is_not_written(bytes_per_s: float) -> None:
+    cluster = load_cluster("a100-8")
+    broken = replace(cluster, levels=(replace(cluster.levels[0], bytes_per_s=bytes_per_s),))
+    with pytest.raises(InvalidInput, match=r"cluster 'a100-8': levels\[0\]\.bandwidth"):
+        dump_cluster(broken)
+
+
+# Mutations: a hundred ways to get a file wrong
+
+Place = tuple[str | int, ...]
+
+
+def places(content: Any, at: Place = ()) -> list[Place]:
+    """The path of every value in a parsed file, tables and lists included."""
+    found: list[Place] = [at] if at else []
+    items: Iterable[tuple[str | int, Any]]
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        found += places(value, (*at, key))
+    return found
+
+
+PLACES = places(tomllib.loads(VALID))
+TABLES: list[Place] = [(), ("device",), ("levels", 0), ("levels", 1)]
+OPTIONAL = {"overlap_slowdown", "bf16", "layer_overhead", "transfer_bandwidth"}
+
+# Wrong for any field: no text of a name's length, no number in a range, no list of tables.
+garbage = st.one_of(
+    st.sampled_from(["nan", "inf", "-inf", "-1", "-0.5", "1979-05-27", "12:00:00", "[[]]", "[[1], [2]]"]),
+    st.sampled_from(['""', '"\\u0000"', '"\\n\\n"', "{ a = { b = 1 } }", "[{ units = 2 }]"]),
+    st.integers(5000, 200_000).map(lambda length: f'"{"x" * length}"'),
+    st.integers(2, 400).map(lambda depth: "[" * depth + "]" * depth),
+    st.integers(17, 300).map(lambda digits: "0x" + "f" * digits),
+)
+# Wrong for any field but a name.
+wrong_quantities = st.sampled_from(
+    ["-5GB", "5 parsecs", "NaN", "infGB/s", "1e999", "1e308PB", "8 GB 8", "１GB", "0x10"]
+)
+
+
+class Raw:
+    """A value that is TOML already."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def rendered(content: Any) -> str:
+    """TOML of a parsed file, tables inline; raw text stands for itself."""
+    if isinstance(content, Raw):
+        return content.text
+    if isinstance(content, dict):
+        return "{ " + ", ".join(f"{rendered(key)} = {rendered(value)}" for key, value in content.items()) + " }"
+    if isinstance(content, list):
+        return "[" + ", ".join(map(rendered, content)) + "]"
+    return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def changed(place: Place, change: Callable[[Any, Any], None]) -> str:
+    """The valid file with a change applied to the parent of a place."""
+    content = tomllib.loads(VALID)
+    parent: Any = content
+    for key in place[:-1]:
+        parent = parent[key]
+    change(parent, place[-1])
+    return "\n".join(f"{rendered(key)} = {rendered(value)}" for key, value in content.items())
+
+
+many = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def test_the_unchanged_file_survives_the_rendering(tmp_path: Path) -> None:
+    """Else every mutation would be refused for the wrong reason."""
+    text = changed(("name",), lambda parent, key: None)
+    assert load_cluster(write(tmp_path, text)) == load_cluster(write(tmp_path, VALID))
+
+
+@given(
+    st.tuples(st.sampled_from(PLACES), garbage)
+    | st.tuples(st.sampled_from([place for place in PLACES if place[-1] != "name"]), wrong_quantities.map(repr))
+)
+@many
+def test_a_wrong_value_is_refused_and_its_field_named(tmp_path: Path, mutation: tuple[Place, str]) -> None:
+    place, value = mutation
+    text = changed(place, lambda parent, key: parent.__setitem__(key, Raw(value)))
+    field = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
+    message = refusal(tmp_path, text)
+    assert f"{field} is " in message or f"{field}[" in message or f"{field}." in message
+
+
+@given(st.sampled_from([place for place in PLACES if place[-1] not in OPTIONAL and isinstance(place[-1], str)]))
+@many
+def test_a_dropped_key_is_missed(tmp_path: Path, place: Place) -> None:
+    text = changed(place, lambda parent, key: parent.__delitem__(key))
+    assert f"{place[-1]} is missing" in refusal(tmp_path, text)
+
+
+@given(st.sampled_from(TABLES), st.text(max_size=200), st.integers() | st.text(max_size=20) | st.booleans())
+@many
+def test_an_unknown_key_is_never_ignored(tmp_path: Path, table: Place, key: str, value: int | str | bool) -> None:
+    assume(key not in {place[-1] for place in PLACES} | {"source"})
+    text = changed((*table, key), lambda parent, added: parent.__setitem__(added, value))
+    assert "is not a known key" in refusal(tmp_path, text)
+
+
+@given(
+    st.sampled_from(TABLES), st.sampled_from(sorted({str(place[-1]) for place in PLACES if isinstance(place[-1], str)}))
+)
+@many
+def test_a_key_in_the_wrong_table_is_never_ignored(tmp_path: Path, table: Place, key: str) -> None:
+    assume((*table, key) not in PLACES and (*table, key) != ("levels", 0, "transfer_bandwidth"))
+    text = changed((*table, key), lambda parent, added: parent.__setitem__(added, 3))
+    assert f"{key} is not a known key" in refusal(tmp_path, text)
+
+
+@given(st.integers(0, VALID.index('latency = "9us"')))
+@many
+def test_a_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
+    truncated = VALID[:length]
+    assume(not truncated.rstrip().endswith('latency = "4us"'))  # one whole node is a cluster too
+    refusal(tmp_path, truncated)
+
+
+@given(st.binary(max_size=400) | st.text(max_size=400).map(lambda text: text.encode("utf-8", "replace")))
+@many
+def test_noise_is_refused(tmp_path: Path, content: bytes) -> None:
+    refusal(tmp_path, content)
+
+
+@given(st.integers(0, len(VALID) - 1), st.characters(codec="utf-8"))
+@many
+def test_one_changed_letter_is_refused_or_harmless(tmp_path: Path, at: int, letter: str) -> None:
+    """Some letters may change (a name, a digit); none may end in anything but a cluster or a refusal."""
+    text = VALID[:at] + letter + VALID[at + 1 :]
+    with suppress(InvalidInput):
+        assert load_cluster(write(tmp_path, text)).devices >= 1
+        return
+    refusal(tmp_path, text)
+
+
+# The schema
+
+
+def test_the_schema_in_the_docs_is_the_code_s() -> None:
+    assert json.loads((DOCS / "cluster.schema.json").read_text(encoding="utf-8")) == cluster_schema()
+
+
+def test_the_schema_knows_what_presets_say() -> None:
+    def check(value: Any, schema: dict[str, Any]) -> None:
+        if isinstance(value, dict):
+            assert schema["additionalProperties"] is False
+            assert set(schema["required"]) <= set(value) <= set(schema["properties"])
+            for key, part in value.items():
+                check(part, schema["properties"][key])
+        elif isinstance(value, list):
+            for part in value:
+                check(part, schema["items"])
+        elif isinstance(value, str) and "anyOf" in schema:
+            assert re.search(schema["anyOf"][0]["pattern"], value)
+
+    for file in PRESETS.glob("*.toml"):
+        check(tomllib.loads(file.read_text(encoding="utf-8")), cluster_schema())
+
+
+@pytest.mark.parametrize("text", ["8GB", "24 GiB", "-1GB", "8Gb", "8GB/s", "1e3", ".5k", "8gb", ""])
+def test_the_schema_s_pattern_agrees_with_the_reader(tmp_path: Path, text: str) -> None:
+    pattern = cluster_schema()["properties"]["device"]["properties"]["memory"]["anyOf"][0]["pattern"]
+    try:
+        load_cluster(write(tmp_path, VALID.replace('"24GiB"', json.dumps(text)).replace('"1GiB"', "0")))
+        readable = True
+    except InvalidInput as error:
+        readable = bool(re.match(r"[.0-9e]+k?$", text)) and "device.memory" in str(error)  # read, but too small
+    assert (re.search(pattern, text) is not None) == readable

@@ -1,0 +1,129 @@
+"""Measured layer times: the presets fit the models they are for, and wrong files are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from galvatron.errors import InvalidInput
+from galvatron.spec import LayerTime, ModelProfile, Training
+from galvatron.zoo import load_model
+from galvatron.zoo.profile_files import dump_profile, load_profile, profile_names
+
+VALID = """\
+name = "mine"
+source = "a stopwatch"
+
+[[layers]]
+layer = "encoder"
+forward = "2.39ms"
+
+[[layers]]
+layer = "decoder"
+forward = "4ms"
+backward_ratio = 2.5
+"""
+
+
+def write(folder: Path, content: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("titan-rtx-bert-huge", "bert-huge-32"),
+        ("titan-rtx-vit-huge", "vit-huge-32"),
+        ("titan-rtx-t5-large", "t5-large-32"),
+        ("titan-rtx-swin-huge", "swin-huge-32"),
+    ],
+)
+def test_a_preset_times_layers_its_model_has(name: str, model: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.source
+    kinds = {kind.name: kind for kind in load_model(model, Training()).kinds}
+    for time in profile.times:
+        # Between a third and all of the card's peak of 16.3 TFLOP/s: neither a wrong unit nor a wrong layer would be.
+        assert 16.3e12 / 3 < kinds[time.layer].forward_flops / time.forward_s < 16.3e12
+
+
+def test_every_preset_is_tested_above() -> None:
+    assert profile_names() == ("titan-rtx-bert-huge", "titan-rtx-swin-huge", "titan-rtx-t5-large", "titan-rtx-vit-huge")
+
+
+def test_times_are_read(tmp_path: Path) -> None:
+    profile = load_profile(write(tmp_path, VALID))
+    assert (profile.name, profile.source) == ("mine", "a stopwatch")
+    decoder = profile.time_of("decoder")
+    assert decoder is not None
+    assert (decoder.forward_s, decoder.backward_ratio) == (4e-3, 2.5)
+    encoder = profile.time_of("encoder")
+    assert encoder is not None
+    assert (encoder.forward_s, encoder.backward_ratio) == (pytest.approx(2.39e-3), 2.0)
+    assert profile.time_of("head") is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"4ms"', '"0ms"', "layers[1].forward is '0ms'; expected a time from 1ns"),
+        ('"4ms"', "-1", "layers[1].forward is -1"),
+        ('"4ms"', "nan", "layers[1].forward is nan"),
+        ('"4ms"', '"4MB"', "layers[1].forward is '4MB'"),
+        ("= 2.5", "= 0", "layers[1].backward_ratio is 0; expected a number from 0.1 to 100"),
+        ("= 2.5", "= inf", "layers[1].backward_ratio is inf"),
+        ("backward_ratio", "backward", "layers[1].backward is not a known key; did you mean 'backward_ratio'?"),
+        ('"decoder"', '"encoder"', "layers[1].layer is 'encoder' again; expected each layer once"),
+        ('layer = "decoder"\n', "", "layers[1].layer is missing"),
+        ('name = "mine"', "name = 5", "name is 5"),
+        ("[[layers]]", "[[layer]]", "layers is missing; expected [[layers]] tables"),
+        (VALID, 'name = "a"\nlayers = []', "layers is a list of 0; expected 1 to 10000"),
+        (VALID, "= =", "is not TOML"),
+    ],
+)
+def test_an_error_names_file_field_and_remedy(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    assert old in VALID
+    path = write(tmp_path, VALID.replace(old, new))
+    with pytest.raises(InvalidInput) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_an_unknown_name_gets_suggestions() -> None:
+    with pytest.raises(InvalidInput, match="unknown profile 'titan-rtx-bert'; did you mean titan-rtx-bert-huge"):
+        load_profile("titan-rtx-bert")
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_presets_read_back_equal(tmp_path: Path, name: str) -> None:
+    profile = load_profile(name)
+    assert load_profile(write(tmp_path, dump_profile(profile))) == profile
+
+
+layer_times = st.builds(
+    LayerTime,
+    layer=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=100),
+    forward_s=st.floats(1e-9, 1000),
+    backward_ratio=st.floats(0.1, 100),
+)
+
+
+@given(st.lists(layer_times, min_size=1, max_size=5, unique_by=lambda time: time.layer))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_written_reads_back_equal(tmp_path: Path, times: list[LayerTime]) -> None:
+    profile = ModelProfile(name="measured", times=tuple(times))
+    assert load_profile(write(tmp_path, dump_profile(profile))) == profile
+
+
+def test_what_no_file_may_say_is_not_written() -> None:
+    profile = load_profile("titan-rtx-bert-huge")
+    with pytest.raises(InvalidInput, match=r"profile 'titan-rtx-bert-huge': layers\[0\]\.forward"):
+        dump_profile(replace(profile, times=(replace(profile.times[0], forward_s=0.0),)))
