@@ -1,33 +1,39 @@
 # Two commands do everything on a machine with Python 3.11+, pip and make:
-#   make demo    set up, then plan the paper's main case and explain the plan
-#   make test    set up, then run lint, types and tests
+#   make demo    set up, then plan the paper's main case and explain the plan (no torch needed)
+#   make test    set up with torch and transformers as oracles, then lint, types and tests
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PLANNER := .venv/.planner
+DEV := .venv/.dev
 
-.PHONY: demo test lint bench setup clean
-setup: $(READY)
+.PHONY: demo test lint bench clean
 
-$(READY): pyproject.toml constraints.txt
+$(PLANNER): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) --editable .
 	touch $@
 
-demo: $(READY)
-	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --paper --output plan.json
-	$(BIN)/galvatron explain plan.json
+$(DEV): $(PLANNER)
+	$(INSTALL) --editable ".[dev]"
+	touch $@
 
-test: $(READY) lint
+demo: $(PLANNER)
+	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json
+	$(BIN)/galvatron explain plan.json
+	$(BIN)/galvatron compare bert-huge-32 --cluster titan-rtx-8 --memory 8GiB,12GiB,16GiB,20GiB --paper
+
+test: lint
 	$(BIN)/python -m pytest
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY)
+bench: $(DEV)
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/paper_table.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -63,5 +63,9 @@ def test_planning_imports_no_torch() -> None:
 
 def test_no_file_is_long() -> None:
     """Small files: none reaches 400 lines."""
-    long = {str(path.relative_to(PACKAGE)): count for path in _modules() if (count := len(path.read_text().splitlines())) > 400}
+    long = {
+        str(path.relative_to(PACKAGE)): count
+        for path in _modules()
+        if (count := len(path.read_text().splitlines())) > 400
+    }
     assert not long

@@ -126,7 +126,6 @@ def test_a_parser_returns_a_finite_number_or_says_no(value: object) -> None:
         assert 0 <= number < math.inf
 
 
-@pytest.mark.xfail(strict=True, reason="what overflows a float raises OverflowError, or becomes infinite")
 @pytest.mark.parametrize(
     ("parse", "value"),
     [

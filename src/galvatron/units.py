@@ -38,8 +38,10 @@ def parse_bytes(value: str | int | float, *, where: str = "size") -> int:
     number, unit = _split(value, where, "a size such as 8GB, 8GiB or 512MiB")
     prefix = unit.removesuffix("B")
     if prefix not in _PREFIX:
-        raise InvalidInput(f"{where}: {value!r} is not a size; write for example 8GB (8e9 bytes) or 8GiB (8·2^30 bytes)")
-    return round(number * _PREFIX[prefix])
+        raise InvalidInput(
+            f"{where}: {value!r} is not a size; write for example 8GB (8e9 bytes) or 8GiB (8·2^30 bytes)"
+        )
+    return round(_finite(number * _PREFIX[prefix], value, where))
 
 
 def parse_bytes_per_s(value: str | int | float, *, where: str = "bandwidth") -> float:
@@ -50,7 +52,7 @@ def parse_bytes_per_s(value: str | int | float, *, where: str = "bandwidth") -> 
     prefix = unit[:-1] if unit[-1:] in ("b", "B") else unit
     if prefix not in _PREFIX:
         raise InvalidInput(f"{where}: {value!r} is not a bandwidth; write for example 12.5GB/s or 100Gb/s")
-    return number * _PREFIX[prefix] / (8 if bits else 1)
+    return _finite(number * _PREFIX[prefix] / (8 if bits else 1), value, where)
 
 
 def parse_flops(value: str | int | float, *, where: str = "rate") -> float:
@@ -59,7 +61,7 @@ def parse_flops(value: str | int | float, *, where: str = "rate") -> float:
     match = re.fullmatch(r"([kKMGTP]?)(?:FLOPS|FLOP/s|flops|flop/s|)", unit)
     if match is None:
         raise InvalidInput(f"{where}: {value!r} is not a compute rate; write for example 120TFLOP/s")
-    return number * _DECIMAL[match[1]]
+    return _finite(number * _DECIMAL[match[1]], value, where)
 
 
 def parse_seconds(value: str | int | float, *, where: str = "time") -> float:
@@ -79,10 +81,19 @@ def _split(value: str | int | float, where: str, expected: str) -> tuple[float, 
             raise InvalidInput(f"{where}: {value!r} is not {expected}")
         number, unit = float(match[1]), match[2]
     else:
-        number, unit = float(value), ""
+        try:
+            number, unit = float(value), ""
+        except OverflowError:
+            number, unit = math.inf, ""
     if not math.isfinite(number) or number < 0:
         raise InvalidInput(f"{where}: {value!r} is not {expected}: it must be finite and not negative")
     return number, unit
+
+
+def _finite(number: float, value: str | int | float, where: str) -> float:
+    if math.isinf(number):
+        raise InvalidInput(f"{where}: {value!r} is too large")
+    return number
 
 
 def format_bytes(count: float) -> str:
@@ -94,7 +105,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``1.85 s``, ``27.3 ms``, ``41 µs``."""
+    """``1.85 s``, ``27.3 ms``, ``41.0 µs``."""
     if abs(seconds) >= 1 or seconds == 0:
         return f"{_three_digits(seconds)} s"
     if abs(seconds) >= 1e-3:
@@ -103,7 +114,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``672 M``, ``10.2 B``: parameters and operations, with the suffixes people use for them."""
+    """``672M``, ``10.2B``: parameters and operations, with the suffixes people use for them."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{_three_digits(count / size)}{unit}"

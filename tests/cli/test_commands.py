@@ -90,7 +90,19 @@ def test_same_command_same_bytes(tmp_path: Path) -> None:
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
         subprocess.run(
-            [sys.executable, "-m", "galvatron", "plan", "swin-huge-32", "-c", "titan-rtx-8", "--memory", "8GiB", "-o", path],
+            [
+                sys.executable,
+                "-m",
+                "galvatron",
+                "plan",
+                "swin-huge-32",
+                "-c",
+                "titan-rtx-8",
+                "--memory",
+                "8GiB",
+                "-o",
+                path,
+            ],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,

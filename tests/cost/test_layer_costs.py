@@ -138,7 +138,9 @@ def test_hybrid_sharding_reduces_only_its_shard() -> None:
     backward = 2 * B + 2 * H
     unit = 1 / 2 * 0.164 + LAT
     sync = 2 * (1 / 2 * 0.082 + LAT)
-    assert once == pytest.approx(overlap(backward, 2 * unit + sync) - overlap(backward, 2 * unit) + 41e6 / 2 * 28 / 28e9)
+    assert once == pytest.approx(
+        overlap(backward, 2 * unit + sync) - overlap(backward, 2 * unit) + 41e6 / 2 * 28 / 28e9
+    )
 
 
 def test_bf16_computes_and_gathers_in_half_the_time_but_reduces_in_fp32() -> None:

@@ -9,9 +9,7 @@ from galvatron.cost import GALVATRON, CostModel, StageCosts
 from galvatron.spec import Cluster, Device, LayerSpec, Level, ModelSpec, Strategy, Training
 
 MB = 10**6
-LAYER = LayerSpec(
-    name="block", parameters=MB, forward_flops=10**9, split_activation_bytes=MB, boundary_bytes=8 * MB
-)
+LAYER = LayerSpec(name="block", parameters=MB, forward_flops=10**9, split_activation_bytes=MB, boundary_bytes=8 * MB)
 
 
 def costs(*strategies: str, degree: int = 1, latency_s: float = 0.0) -> StageCosts:
@@ -74,7 +72,9 @@ def test_latency_is_paid_once_a_gather_step() -> None:
 def test_stage_transfers_carry_only_the_rows_a_layout_needs() -> None:
     """Two stages of two devices: dp2 receives 2 of 4 samples a device, tp2 all 4; two transfers share the link."""
     stage = costs("dp2", "tp2", degree=2)
-    by_layout = {str(s): float(stage.transfer_ns(4)[0, stage.layout_of[i]]) / 1e6 for i, s in enumerate(stage.strategies)}
+    by_layout = {
+        str(s): float(stage.transfer_ns(4)[0, stage.layout_of[i]]) / 1e6 for i, s in enumerate(stage.strategies)
+    }
     assert by_layout == {"dp2": pytest.approx(2 * 8 / 0.5), "tp2": pytest.approx(4 * 8 / 0.5)}
     assert not costs("dp4").transfer_ns(4).any()
     assert np.issubdtype(stage.transfer_ns(4).dtype, np.integer)

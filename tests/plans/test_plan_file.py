@@ -100,7 +100,8 @@ def test_other_versions_and_digests_are_mismatches(plan: Plan, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": NaN}', b"[" * 100_000, b'{"version": 1}', b"PK\x03\x04"]
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": NaN}', b"[" * 100_000, b'{"version": 1}', b"PK\x03\x04"],
 )
 def test_foreign_files_are_said_to_be_none(folder: Path, content: bytes) -> None:
     with pytest.raises(InvalidInput, match=r"broken\.json"):
@@ -154,9 +155,15 @@ def test_mutated_plans_never_pass_silently(plan: Plan, folder: Path, data: st.Da
     text = json.dumps(raw)
     if action == "truncate":
         text = text[: data.draw(st.integers(0, len(text) - 1))]
+    loaded = _read(_write(folder, text))
+    assert loaded is None or json.loads(loaded.to_json()) == raw or raw == original
+
+
+def _read(path: Path) -> Plan | None:
+    """The plan, or None where it is refused by name; any other exception breaks the test."""
     try:
-        loaded = Plan.load(_write(folder, text))
+        return Plan.load(path)
     except InvalidInput as error:
-        assert "broken.json" in str(error)
-    else:
-        assert json.loads(loaded.to_json()) == raw or raw == original
+        if path.name not in str(error):
+            raise
+        return None

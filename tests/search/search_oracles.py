@@ -6,8 +6,8 @@ what the space allows. It is slow on purpose; instances are small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import numpy as np
@@ -23,7 +23,6 @@ from galvatron.spec import (
     Level,
     ModelSpec,
     Precision,
-    Strategy,
     TensorParallel,
     Training,
 )
@@ -79,7 +78,9 @@ def evaluate(problem: StageProblem, choice: Sequence[int]) -> tuple[int, int]:
 
 def brute_stage(problem: StageProblem, budget: int) -> int | None:
     """Least time over all assignments that fit."""
-    outcomes = (evaluate(problem, choice) for choice in product(range(problem.time.shape[1]), repeat=len(problem.kinds)))
+    outcomes = (
+        evaluate(problem, choice) for choice in product(range(problem.time.shape[1]), repeat=len(problem.kinds))
+    )
     return min((time for time, peak in outcomes if peak <= budget and time < NEVER), default=None)
 
 
@@ -171,8 +172,13 @@ def stage_of(
     )
 
 
-def brute_search(problem: Problem) -> BrutePlan | None:
-    """Everything: batches × pipeline degrees × micro-batches × cuts × strategies."""
+def brute_search(
+    problem: Problem, cuts: Callable[[int, int], Iterable[tuple[int, ...]]] | None = None
+) -> BrutePlan | None:
+    """Everything: batches × pipeline degrees × micro-batches × cuts × strategies.
+
+    ``cuts``: from batch and pipeline degree to the cuts to try, where these are not all.
+    """
     best: BrutePlan | None = None
     layers = len(problem.cost.model.layers)
     devices = problem.cost.cluster.devices
@@ -182,7 +188,7 @@ def brute_search(problem: Problem) -> BrutePlan | None:
         costs = stage_costs(problem, degree)
         for micro_batches in micro_batch_counts(problem, batch, degree):
             times: dict[tuple[int, int, int], int | None] = {}
-            for positions in all_cuts(layers, degree):
+            for positions in cuts(batch, degree) if cuts else all_cuts(layers, degree):
                 stages = []
                 for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
                     key = (stage, begin, end)
@@ -254,8 +260,7 @@ def random_layer(rng: Rng, name: str, scale: int) -> LayerSpec:
     )
 
 
-def random_model(rng: Rng, layers: int) -> ModelSpec:
-    scale = int(rng.choice([4, 30, 1_000, 3_000_000]))
+def random_model(rng: Rng, layers: int, scale: int) -> ModelSpec:
     kinds = [random_layer(rng, f"kind{i}", scale) for i in range(int(rng.integers(1, 4)))]
     order = rng.integers(0, len(kinds), layers)
     if rng.random() < 0.5:
@@ -320,8 +325,8 @@ def random_space(rng: Rng) -> Space:
     )
 
 
-def random_problem(rng: Rng, most_work: int) -> Problem:
-    """A problem whose brute force extends at most about ``most_work`` assignments for a stage."""
+def random_problem(rng: Rng, most_work: int, scales: Sequence[int] = (4, 30, 1_000, 3_000_000)) -> Problem:
+    """A problem without a memory limit whose brute force meets at most about ``most_work`` outcomes for a stage."""
     while True:
         devices = int(rng.choice([2, 4, 4, 6, 8]))
         space = random_space(rng)
@@ -330,7 +335,7 @@ def random_problem(rng: Rng, most_work: int) -> Problem:
         if strategies and _outcomes(strategies, layers) <= most_work:
             break
     cost = CostModel(
-        model=random_model(rng, layers),
+        model=random_model(rng, layers, int(rng.choice(scales))),
         cluster=random_cluster(rng, devices),
         conventions=PAPER_SYSTEMS if rng.random() < 0.3 else GALVATRON,
     )
@@ -353,11 +358,9 @@ def _outcomes(strategies: int, layers: int) -> int:
     return count
 
 
-def strategies_of(optimum: Optimum) -> tuple[tuple[Strategy, ...], ...]:
-    return optimum.strategies
-
-
-def unlimited_peak(problem: Problem) -> int | None:
-    """What the fastest plan without a memory limit needs: budgets below it bind. None where nothing can run."""
+def limited(rng: Rng, problem: Problem) -> Problem:
+    """The same with a budget, mostly below what the fastest plan without a limit needs, so that memory decides."""
     optimum = search(problem)
-    return None if optimum is None else check_plan(problem, optimum)
+    if optimum is None:
+        return problem
+    return replace(problem, budget=int(check_plan(problem, optimum) * rng.uniform(0.25, 1.05)))

@@ -150,7 +150,6 @@ def test_a_group_gets_what_counting_its_members_says(levels: Levels, data: st.Da
     assert islands.link(digits).bytes_per_s == pytest.approx(counted(islands, digits))
 
 
-@pytest.mark.xfail(strict=True, reason="link() takes groups that straddle islands for groups that fill them")
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_group_that_straddles_islands_is_not_promised_more_than_they_have(shared: bool) -> None:
     """{0, 1, 2} and {3, 4, 5} on three pairs: both have a member in the pair {2, 3}, and leave it together."""

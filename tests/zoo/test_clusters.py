@@ -161,12 +161,12 @@ def test_a_file_s_units_are_read(tmp_path: Path) -> None:
             layer_overhead_s=0.2e-3,
         ),
         levels=(
-            Level(name="node", units=8, bytes_per_s=200e9, latency_s=pytest.approx(4e-6), shared=False),
+            Level(name="node", units=8, bytes_per_s=200e9, latency_s=4 * 1e-6, shared=False),
             Level(
                 name="cluster",
                 units=2,
                 bytes_per_s=12.5e9,
-                latency_s=pytest.approx(9e-6),
+                latency_s=9 * 1e-6,
                 transfer_bytes_per_s=9e9,
                 shared=True,
             ),
@@ -509,3 +509,24 @@ def test_the_schema_s_pattern_agrees_with_the_reader(tmp_path: Path, text: str) 
     except InvalidInput as error:
         readable = bool(re.match(r"[.0-9e]+k?$", text)) and "device.memory" in str(error)  # read, but too small
     assert (re.search(pattern, text) is not None) == readable
+
+
+# The documentation
+
+
+def test_the_documented_file_is_a_cluster_and_every_preset_is_listed(tmp_path: Path) -> None:
+    page = (DOCS / "clusters.md").read_text(encoding="utf-8")
+    example = page[page.index("```toml\n") + len("```toml\n") :]
+    cluster = load_cluster(write(tmp_path, example[: example.index("```")]))
+    assert cluster.devices == 16
+    for name in cluster_names():
+        assert f"`{name}`" in page
+
+
+def test_the_documented_shares_are_those_of_the_code() -> None:
+    base = load_cluster("a100-8")
+    for shared, expected in ((True, (1.25e9, 2.5e9, 10e9)), (False, (10e9, 20e9, 80e9))):
+        outer = replace(base.levels[0], units=2, bytes_per_s=10e9, shared=shared)
+        nodes = replace(base, levels=(base.levels[0], outer))
+        groups = [Strategy.parse(text).digits(Kind.DP) for text in ("dp2-tp8", "dp4-tp4", "dp16")]
+        assert tuple(nodes.link(group).bytes_per_s for group in groups) == expected

@@ -36,7 +36,10 @@ __all__ = [
 ]
 
 ModelSource = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A preset ('galvatron models'), a Hugging Face config.json or folder, or a .toml.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A preset ('galvatron models'), a Hugging Face config.json or folder, or a .toml."
+    ),
 ]
 ClusterSource = Annotated[str, typer.Option("--cluster", "-c", help="A preset ('galvatron clusters') or a .toml file.")]
 FixedBatch = Annotated[int | None, typer.Option("--batch", help="Plan for exactly this global batch.")]
@@ -57,7 +60,9 @@ SequenceLength = Annotated[int | None, typer.Option(help="Tokens a sample (defau
 ProfileFile = Annotated[str | None, typer.Option("--profile", help="Measured layer times (.toml).")]
 Paper = Annotated[
     bool,
-    typer.Option("--paper", help="The paper's setting: GPipe, fp32, no recompute, eager attention, its space and pruning."),
+    typer.Option(
+        "--paper", help="The paper's setting: GPipe, fp32, no recompute, eager attention, its space and pruning."
+    ),
 ]
 Recompute = Annotated[bool | None, typer.Option("--recompute/--no-recompute", help="Recompute, chosen layer by layer.")]
 SequenceParallel = Annotated[

@@ -21,7 +21,9 @@ _MOST_DEVICES = 1 << 14
 
 def command(
     devices: Annotated[int, typer.Option(help="Devices in all.")],
-    prune: Annotated[bool, typer.Option("--prune/--no-prune", help="Apply Takeaway #3: no DP together with SDP.")] = True,
+    prune: Annotated[
+        bool, typer.Option("--prune/--no-prune", help="Apply Takeaway #3: no DP together with SDP.")
+    ] = True,
     as_json: opt.AsJson = False,
 ) -> None:
     """Draw the decision trees for this many devices, one a pipeline degree, and count their candidates."""

@@ -83,9 +83,7 @@ def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
     )
 
 
-def _times(
-    kind: LayerSpec, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
-) -> tuple[float, float]:
+def _times(kind: LayerSpec, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> tuple[float, float]:
     measured = profile.time_of(kind.name) if profile else None
     if measured:
         return measured.forward_s, measured.forward_s * measured.backward_ratio

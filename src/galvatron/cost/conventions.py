@@ -1,6 +1,8 @@
 """Conventions of the system that runs the plan, where they change what a layer costs.
 
-The paper's runs used the systems of 2022 (DDP, FairScale FSDP, GPipe); ours uses FSDP2 with prefetching.
+The paper's runs used the systems of 2022 (DDP, FairScale FSDP, GPipe); ours uses FSDP2 with prefetching. FairScale's
+flat gather buffers are of a size that nothing else can use, so that the largest stays with the allocator and serves the
+other layers; GPipe's copy streams free a micro-batch's tensors only when the next one is under way.
 """
 
 from __future__ import annotations
@@ -17,19 +19,17 @@ class Conventions:
     name: str
     gather_ahead: bool
     """Whether SDP gathers the next layer's parameters beside forward computation (else forward waits for them)."""
-    state_padding: float
-    """Share of extra memory that SDP needs for flat, padded shards."""
-    gathered_layers: int
-    """Layers whose gathered parameters are alive at once under SDP: the current one and those prefetched."""
-
-    loss_on_whole_batch: bool
-    """Whether a pipeline joins its micro-batches before the loss (PyTorch's GPipe does), so that the last layer's
-    transient is that of the whole batch."""
+    gathered_copies: int
+    """Under SDP, whole copies of a layer's parameters while it runs backward: gathered, prefetched, their gradient."""
+    largest_layers_kept: int
+    """Under SDP, gather buffers as large as the model's largest layer that the allocator keeps all the time."""
+    pipeline_transients: int
+    """Micro-batches whose working sets a pipeline's stage holds at once (no more than there are)."""
 
 
 GALVATRON = Conventions(
-    name="galvatron", gather_ahead=True, state_padding=0.0, gathered_layers=2, loss_on_whole_batch=False
+    name="galvatron", gather_ahead=True, gathered_copies=3, largest_layers_kept=0, pipeline_transients=1
 )
 PAPER_SYSTEMS = Conventions(
-    name="paper", gather_ahead=False, state_padding=0.025, gathered_layers=1, loss_on_whole_batch=True
+    name="paper", gather_ahead=False, gathered_copies=0, largest_layers_kept=1, pipeline_transients=2
 )

@@ -18,18 +18,15 @@ STATE_BYTES = 16
 """Of one parameter with Adam: fp32 value, gradient and two moments."""
 
 
-def state_bytes(
-    parameters: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions
-) -> Floats:
+def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
     """Parameters, gradients and optimizer states, as DP replicates, SDP and ZeRO-2 shard them.
 
     ``parameters``: what a device holds before sharding. In bf16 a working copy stays beside the fp32 master unless SDP
     gathers it when needed; ZeRO-2 keeps a whole working copy in either precision.
     """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    padding = np.where(shards > 1, 1 + conventions.state_padding, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
-    total: Floats = parameters * (STATE_BYTES / shards * padding + keeps_copy * precision.bytes)
+    total: Floats = parameters * (STATE_BYTES / shards + keeps_copy * precision.bytes)
     return total
 
 
@@ -54,8 +51,9 @@ def transient_bytes(
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     work = layers.transient_bytes / split + strategies.recompute * _full_activation_bytes(layers, strategies)
     sharded = strategies.sdp.size > 1
-    buffers = np.where(sharded, conventions.gathered_layers + 1, strategies.zero2 * 1) * precision.bytes
-    total: Floats = samples * work + parameters * buffers
+    copies = np.where(sharded, conventions.gathered_copies, strategies.zero2 * 1)
+    kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
+    total: Floats = samples * work + (parameters * copies + kept) * precision.bytes
     return total
 
 

@@ -162,21 +162,20 @@ class StageCosts:
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         return Tables(
             time_ns=np.where(possible, time, NEVER),
-            state_bytes=_up(memory.state_bytes(parameters, arrays, precision, conventions)),
+            state_bytes=_up(memory.state_bytes(parameters, arrays, precision)),
             activation_bytes=_up(memory.activation_bytes(samples, layers, arrays)),
             transient_bytes=_up(
                 memory.transient_bytes(
-                    samples * self._working_share(micro_batches), parameters, layers, arrays, precision, conventions
+                    samples * self._working_sets(micro_batches), parameters, layers, arrays, precision, conventions
                 )
             ),
         )
 
-    def _working_share(self, micro_batches: NDArray[np.int64]) -> Floats:
-        """Micro-batches each layer works on at once: one, but for a loss that waits for the whole batch."""
-        share = np.ones((*micro_batches.shape[:-2], len(self.cost.model.kinds), 1))
-        if self.cost.conventions.loss_on_whole_batch:
-            share[..., self.cost.model.kinds.index(self.cost.model.layers[-1]), :] = micro_batches[..., 0]
-        return share
+    def _working_sets(self, micro_batches: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Micro-batches whose working sets are alive at once: one without a pipeline."""
+        if self._stage_link is None:
+            return np.ones_like(micro_batches)
+        return np.minimum(micro_batches, self.cost.conventions.pipeline_transients)
 
     def change_ns(self, micro_batch: int) -> Integers:
         """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""

@@ -45,7 +45,8 @@ def smallest_budget(request: Request) -> int | None:
 
 def _explained(request: Request) -> Infeasible:
     model, cluster = request.model, request.cluster
-    what = f"{model.name} does not fit on {cluster.devices} × {cluster.device.name} with {format_bytes(request.budget_bytes)} each"
+    devices = f"{cluster.devices} × {cluster.device.name}"
+    what = f"{model.name} does not fit on {devices} with {format_bytes(request.budget_bytes)} each"
     if request.batch is not None:
         what += f" at batch {request.batch}"
     if request.space != "full":

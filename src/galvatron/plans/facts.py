@@ -32,7 +32,9 @@ def models_view(models: Sequence[ModelSpec]) -> RenderableType:
 
 
 def layers_view(model: ModelSpec) -> RenderableType:
-    table = _table("layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads")
+    table = _table(
+        "layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads"
+    )
     position = 0
     for layer, run in groupby(model.layers):
         count = len(list(run))
@@ -83,8 +85,12 @@ def links_view(cluster: Cluster) -> RenderableType:
         )
         unit = f"× {level.name}"
     device = cluster.device
-    title = Text(f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold")
-    reserved = f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}"
+    title = Text(
+        f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
+    )
+    reserved = (
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}"
+    )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
 
 

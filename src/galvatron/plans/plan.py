@@ -1,7 +1,7 @@
 """The plan: the one artifact that planner and runtime share.
 
-A plan is complete: it embeds the facts of the model and the cluster it was made for, so that it can be run, repriced and
-explained from the file alone. Reading is strict; see :func:`Plan.load`. The format is documented in docs/plan-format.md.
+A plan is complete: it embeds the facts of the model and the cluster it was made for, so that it can be run, repriced
+and explained from the file alone. Reading is strict; see :func:`Plan.load`. The format is in docs/plan-format.md.
 """
 
 from __future__ import annotations

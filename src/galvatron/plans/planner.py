@@ -89,9 +89,7 @@ class Request:
     def problem(self) -> Problem:
         """The search problem this request is."""
         return Problem(
-            cost=CostModel(
-                model=self.model, cluster=self.cluster, conventions=self.conventions, profile=self.profile
-            ),
+            cost=CostModel(model=self.model, cluster=self.cluster, conventions=self.conventions, profile=self.profile),
             space=space_named(self.space, self.effective_switches),
             schedule=self.schedule,
             budget=self.budget_bytes - self.cluster.reserved_bytes,

@@ -215,7 +215,10 @@ def comparison_view(comparison: Comparison) -> RenderableType:
     table.add_column("space")
     for budget in comparison.budgets:
         table.add_column(format_bytes(budget), justify="right")
-    best = [max((cell.plan.throughput for cell in column if cell.plan), default=0.0) for column in zip(*comparison.rows, strict=True)]
+    best = [
+        max((cell.plan.throughput for cell in column if cell.plan), default=0.0)
+        for column in zip(*comparison.rows, strict=True)
+    ]
     for row in comparison.rows:
         cells = [Text(row[0].space)]
         for cell, top in zip(row, best, strict=True):

@@ -1,10 +1,13 @@
 """Lagrangian bounds: what a set of layers costs at least, whatever the strategies, within a budget.
 
-For any multiplier λ ≥ 0 (time for a byte), Σ min(time + λ·memory) − λ·budget is a lower bound on the time of layers that
-share the budget; layout changes are left out. The best λ is a slope of the lower convex hull of some kind's strategies.
+For any multiplier λ ≥ 0 (time for a byte), Σ min(time + λ·memory) − λ·budget is a lower bound on the time of layers
+that share the budget; layout changes are left out. The best λ is a slope of the lower convex hull of some kind's
+strategies.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +32,7 @@ def hull_multipliers(time: Integers, memory: Integers) -> Floats:
             while len(hull) > 1 and _above(hull[-2], hull[-1], point):
                 hull.pop()
             hull.append(point)
-        for (less, slow), (more, fast) in zip(hull, hull[1:], strict=False):
+        for (less, slow), (more, fast) in pairwise(hull):
             slopes.add((slow - fast) / (more - less))
     return np.array(sorted(slopes))
 

@@ -7,7 +7,7 @@ in flight) and reused wherever the same signature appears.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,6 @@ class Layers:
         runs = tuple((int(kind), len(list(group))) for kind, group in groupby(self.kinds[begin:end].tolist()))
         return int(self.kinds[begin - 1]) if begin else -1, runs, end == self.count
 
-
     def ends(self, signature: Signature) -> list[int]:
         """Where stages of this signature end."""
         before, runs, last = signature
@@ -53,7 +52,8 @@ class Layers:
         begins = ends - width
         fits = (self.kinds[begins] == runs[0][0]) & (np.where(begins > 0, self.kinds[begins - 1], -1) == before)
         if len(runs) == 1:
-            return ends[fits & (self.run_begin[ends - 1] <= begins)].tolist()
+            fits &= self.run_begin[ends - 1] <= begins
+            return [int(end) for end in ends[fits]]
         return [end for end in ends[fits].tolist() if self.signature(end - width, end) == signature]
 
 
@@ -119,7 +119,7 @@ class Combination:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
             return float(sum(stages) + (self.micro_batches - 1) * max(stages))
-        # Fewer micro-batches in flight are never slower, so rounding their number down to a power of two keeps the bound.
+        # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
         matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
         bound = cuts_bound(matrices, self.micro_batches)
         return min(bound, self._wider_bound())
@@ -191,7 +191,7 @@ class Combination:
         A stage is solved only up to the time at which, with the others at what is known of them, the iteration would
         reach the cutoff; when it cannot be faster, that much is noted as a bound.
         """
-        spans = list(zip(positions, positions[1:], strict=False))
+        spans = list(pairwise(positions))
         signatures = [self.layers.signature(begin, end) for begin, end in spans]
         settled = True
         for stage, signature in enumerate(signatures):
@@ -231,7 +231,7 @@ class Combination:
 
     def _solved_plan(self, positions: tuple[int, ...]) -> Solved | None:
         stages = []
-        for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
+        for stage, (begin, end) in enumerate(pairwise(positions)):
             known = self._known(self.layers.signature(begin, end), self.in_flight[stage])
             if known is None or known.solution is None:
                 return None

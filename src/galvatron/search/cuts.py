@@ -71,7 +71,7 @@ def best_cuts(matrices: list[CutMatrix], micro_batches: int, cutoff: float) -> C
 
 
 def cuts_bound(matrices: list[CutMatrix], micro_batches: int) -> float:
-    """A cheap lower bound on what :func:`best_cuts` finds: the least sum and the least slowest stage, each by itself."""
+    """A cheap lower bound on what :func:`best_cuts` finds: the least sum and the least slowest stage, each alone."""
     program = _Program(matrices)
     path = program.shortest(np.inf)
     if path is None:
@@ -137,5 +137,3 @@ def balanced_cuts(weights: Floats, stages: int) -> tuple[int, ...]:
     path = even.shortest(np.inf)
     assert path is not None
     return path[2]
-
-

@@ -57,7 +57,9 @@ class Space:
             return (devices,)
         if self.pipeline == "two":
             if devices % 4:
-                raise InvalidInput(f"space 3d combines 2-way TP and 2-way PP: {devices} devices are not a multiple of 4")
+                raise InvalidInput(
+                    f"space 3d combines 2-way TP and 2-way PP: {devices} devices are not a multiple of 4"
+                )
             return (2,)
         return pipeline_degrees(devices)
 
@@ -78,8 +80,7 @@ class Space:
         sequence = (False, True) if self.switches.sequence_parallel and path.degree(Kind.TP) > 1 else (False,)
         recompute = (False, True) if self.switches.recompute else (False,)
         return [
-            replace(path, zero2=z, sequence_parallel=s, recompute=r)
-            for z, s, r in product(zero2, sequence, recompute)
+            replace(path, zero2=z, sequence_parallel=s, recompute=r) for z, s, r in product(zero2, sequence, recompute)
         ]
 
     def with_switches(self, switches: Switches) -> Space:

@@ -1,8 +1,9 @@
 """What a cluster is to the planner: one kind of device, and nested islands of links.
 
 Facts only. Devices are numbered so that neighbours in number are neighbours in the innermost island; a group of ranks
-is described by the digits of the rank that vary in it (:class:`galvatron.spec.strategy.Digit`), and :meth:`Cluster.link`
-says what such a group gets from the links it really spans. Paper Section 3.2 (device islands), 3.4 (bandwidths).
+is described by the digits of the rank that vary in it (:class:`galvatron.spec.strategy.Digit`), and
+:meth:`Cluster.link` says what such a group gets from the links it really spans. Paper Section 3.2 (device islands),
+3.4 (bandwidths).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -116,12 +118,23 @@ class Cluster:
         unit_size = 1
         for level in self.levels:
             if any(unit_size % digit.block for digit in digits):
-                members = math.prod(max(1, min(digit.radix, unit_size // digit.stride)) for digit in digits)
-                lanes = members / unit_size if level.shared else members
-                bytes_per_s = min(bytes_per_s, level.bytes_per_s * lanes)
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(digits, unit_size, level.shared))
                 latency_s = max(latency_s, level.latency_s)
             unit_size *= level.units
         return Link(bytes_per_s, latency_s)
+
+    def _lanes(self, digits: frozenset[Digit], unit_size: int, shared: bool) -> float:
+        """How much of a level's bandwidth the worst-placed group gets where it leaves units of this size."""
+        if all(unit_size % digit.block == 0 or digit.stride % unit_size == 0 for digit in digits):
+            members = math.prod(digit.radix for digit in digits if unit_size % digit.block == 0)
+            return members / unit_size if shared else members
+        groups: dict[int, Counter[int]] = {}
+        for rank in range(self.devices):  # some group straddles units: count its members in each
+            first = rank - sum(rank // digit.stride % digit.radix * digit.stride for digit in digits)
+            groups.setdefault(first, Counter())[rank // unit_size] += 1
+        leaving = [units for units in groups.values() if len(units) > 1]
+        busy = sum(leaving, Counter())
+        return min(count / busy[unit] if shared else count for units in leaving for unit, count in units.items())
 
     def stage_link(self, stage_devices: int) -> Link:
         """Bandwidth of one device's transfer to its peer in the next stage, at the slowest boundary between stages."""

@@ -26,13 +26,17 @@ __all__ = [
     "dropout_active",
     "feed_forward",
     "language_head",
+    "paper_block",
     "refuse_sequence_length",
     "rms_norm",
     "token_count",
 ]
 
 _PAPER_LOGIT_MAPS = 5.5
-"""Peak of the head in the paper's runs, in fp32 tensors of tokens × vocabulary (fitted to its out-of-memory cells)."""
+"""Working set of the head in the paper's runs, in fp32 tensors of tokens × vocabulary on top of the two it saves
+(fitted, docs/paper-profile.md)."""
+_PAPER_BLOCK_SHARE = 0.9
+"""Working set of a block's backward in the paper's runs, over what the block saves (fitted, docs/paper-profile.md)."""
 
 
 def dropout_active(training: Training, probability: float) -> bool:
@@ -204,7 +208,7 @@ def language_head(
 
     Saved are the log-probabilities. Backward makes their gradient and the logits' (fp32 both), and the logits
     themselves stay alive as the model's output: three tensors of tokens × vocabulary on top. In the paper's runs the
-    logits count as saved (its Table 1) and the peak is a fitted multiple.
+    logits count as saved (its Table 1) and the working set is a fitted multiple.
     """
     element = training.precision.bytes
     cells = tokens * vocabulary
@@ -220,9 +224,18 @@ def language_head(
         tensor_parallel=collectives(tokens * hidden * element, forward=0, backward=1),
     )
     if paper:
-        peak = int(_PAPER_LOGIT_MAPS * cells * FP32)
-        head = replace(head, transient_bytes=max(0, peak - head.activation_bytes))
+        head = replace(head, transient_bytes=int(_PAPER_LOGIT_MAPS * cells * FP32))
     return head
+
+
+def paper_block(block: LayerSpec, training: Training) -> LayerSpec:
+    """A block with the working set it had in the paper's runs, where it is trained as there; else unchanged.
+
+    Each saved tensor has a gradient of its size at some time in backward, and the allocator kept most of those blocks.
+    """
+    if training.attention is not Attention.PAPER:
+        return block
+    return replace(block, transient_bytes=int(_PAPER_BLOCK_SHARE * block.activation_bytes))
 
 
 def class_head(tokens: int, hidden: int, labels: int, training: Training, *, pooled: bool) -> LayerSpec:

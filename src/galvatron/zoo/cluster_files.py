@@ -12,21 +12,9 @@ from typing import Any
 from galvatron.errors import InvalidInput
 from galvatron.spec.cluster import Cluster, Device, Level
 from galvatron.units import format_bytes
-from galvatron.zoo.toml_fields import (
-    Entry,
-    Table,
-    bandwidth,
-    compute_rate,
-    duration,
-    flag,
-    number,
-    size,
-    table,
-    tables,
-    text,
-    whole,
-)
+from galvatron.zoo.toml_fields import bandwidth, compute_rate, duration, flag, number, size, text, whole
 from galvatron.zoo.toml_files import load_named, parse_text, preset_names
+from galvatron.zoo.toml_tables import Entry, Table, table, tables
 
 __all__ = ["cluster_names", "cluster_schema", "dump_cluster", "load_cluster"]
 

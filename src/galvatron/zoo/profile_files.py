@@ -15,8 +15,9 @@ from pathlib import Path
 
 from galvatron.errors import InvalidInput
 from galvatron.spec.profile import LayerTime, ModelProfile
-from galvatron.zoo.toml_fields import Entry, Table, duration, number, tables, text
+from galvatron.zoo.toml_fields import duration, number, text
 from galvatron.zoo.toml_files import load_named, parse_text, preset_names
+from galvatron.zoo.toml_tables import Entry, Table, tables
 
 __all__ = ["dump_profile", "load_profile", "profile_names"]
 

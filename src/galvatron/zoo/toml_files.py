@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from galvatron.errors import InvalidInput
-from galvatron.zoo.toml_fields import Place, Table, shown
+from galvatron.zoo.toml_fields import Place, shown
+from galvatron.zoo.toml_tables import Table
 
 __all__ = ["load_named", "parse_text", "preset_names"]
 

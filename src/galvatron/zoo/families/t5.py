@@ -19,6 +19,7 @@ from galvatron.zoo.blocks import (
     dropout_active,
     feed_forward,
     language_head,
+    paper_block,
     rms_norm,
     token_count,
 )
@@ -128,9 +129,11 @@ class T5:
             tied=True,
             boundary=2 * message,
         )
+        encoders = [paper_block(encoder, training)] * self.encoders
+        decoders = [paper_block(decoder, training)] * self.decoders
         return ModelSpec(
             name=name,
             family="t5",
-            layers=(embedding, *[encoder] * self.encoders, decoder_embedding, *[decoder] * self.decoders, head),
+            layers=(embedding, *encoders, decoder_embedding, *decoders, head),
             training=training,
         )

@@ -13,6 +13,7 @@ from galvatron.zoo.blocks import (
     collectives,
     dropout_active,
     feed_forward,
+    paper_block,
     refuse_sequence_length,
 )
 from galvatron.zoo.ops import Op, dropout, layer, layer_norm, residual
@@ -90,4 +91,5 @@ class Vit:
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
         )
         head = class_head(tokens, self.hidden, self.labels, training, pooled=False)
-        return ModelSpec(name=name, family="vit", layers=(embedding, *[encoder] * self.layers, head), training=training)
+        blocks = [paper_block(encoder, training)] * self.layers
+        return ModelSpec(name=name, family="vit", layers=(embedding, *blocks, head), training=training)
