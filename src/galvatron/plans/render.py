@@ -48,7 +48,7 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{proof.solved} solved exactly",
         style="dim",
     )
-    return Group(title, numbers, _strips(plan), certificate)
+    return Group(title, numbers, _strips(plan), _legend(plan), certificate)
 
 
 def _strips(plan: Plan) -> Table:
@@ -60,12 +60,15 @@ def _strips(plan: Plan) -> Table:
     for number, stage in enumerate(plan.stages):
         used = stage.memory_bytes / plan.memory_budget_bytes
         table.add_row(str(number), _span(stage), _strip(stage, letters), f"{_bar(used)} {used:.0%}")
-    legend = Text()
-    for strategy, letter in letters.items():
+    return table
+
+
+def _legend(plan: Plan) -> Text:
+    legend = Text(" ")
+    for strategy, letter in _letters(plan).items():
         legend.append(f" {letter} ", style=_style(letter))
         legend.append(f" {strategy}   ")
-    table.add_row("", "", legend, "")
-    return table
+    return legend
 
 
 def _letters(plan: Plan) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.cost import NEVER, Integers, Schedule, StageCosts, in_flight, iteration_ns
-from galvatron.search.bounds import hull_multipliers, priced_minima
+from galvatron.search.bounds import Floats, hull_multipliers, priced_minima
 from galvatron.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
 from galvatron.search.stage import StageProblem, StageSolution, solve_stage
 
@@ -21,6 +21,14 @@ __all__ = ["Combination", "Layers", "Solved"]
 
 Signature = tuple[int, tuple[tuple[int, int], ...], bool]
 """(kind of the layer before the stage or -1, runs of (kind, length), whether the stage is the last)."""
+
+
+_MULTIPLIERS = 16
+"""Bounds on all stages use at most so many multipliers; more would hardly tighten them."""
+
+
+def _thinned(lams: Floats) -> Floats:
+    return lams[:: -(-len(lams) // _MULTIPLIERS)]
 
 
 class Layers:
@@ -153,22 +161,22 @@ class Combination:
         return self._matrices[in_flight_count]
 
     def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
-        """Lagrangian bounds of stages given by end and width."""
-        begins = ends - widths
-        held = self.layers.counts_before[:, ends] - self.layers.counts_before[:, np.maximum(begins, 0)]
+        """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position."""
+        begins = np.maximum(ends - widths, 0)
         usable = self.tables.time_ns < NEVER
-        memory = self.memory(in_flight_count)
-        lams = hull_multipliers(self.tables.time_ns, memory)
-        least = priced_minima(self.tables.time_ns, np.where(usable, memory, NEVER), lams)
+        memory = np.where(usable, self.memory(in_flight_count), NEVER)
         transient = np.where(usable, self.tables.transient_bytes, NEVER).min(axis=1)
-        largest = np.where(held > 0, transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
-        shape = held.shape[1:]
-        room = self.budget - largest
-        priced = (least @ held.reshape(len(transient), -1)).reshape(len(lams), *shape)
-        bounds = (priced - lams.reshape(-1, *[1] * len(shape)) * room).max(axis=0)
-        least_memory = np.where(usable, memory, NEVER).min(axis=1)
-        too_large = np.tensordot(least_memory, held, axes=1) > room
-        impossible = too_large | (begins < 0) | (begins == ends) | (bounds >= NEVER)
+        before = self.layers.counts_before
+        present = before[:, ends] > before[:, begins]
+        room = self.budget - np.where(present, transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
+        lams = _thinned(hull_multipliers(self.tables.time_ns, memory))
+        priced = priced_minima(self.tables.time_ns, memory, lams) @ before
+        bounds = np.full(room.shape, -np.inf)
+        for lam, sums in zip(lams, priced, strict=True):
+            np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
+        least_memory = memory.min(axis=1) @ before
+        too_large = least_memory[ends] - least_memory[begins] > room
+        impossible = too_large | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
 
     # ------------------------------------------------------------------- exact

@@ -10,6 +10,7 @@ Works on plain integer tables; knows nothing of models, devices or strategies.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["StageProblem", "StageSolution", "solve_stage"]
 _FAN = np.array([0.0, 0.35, 0.6, 0.8, 0.92, 1.0, 1.1, 1.3, 1.8, 3.0])
 """Multiples of the best multiplier whose bounds are kept; several together are tighter than one."""
 _BEAM = 12
+_CLOSE = 1.002
+"""A cutoff this close to the bound prunes as well as a solution from a beam would."""
 _BOUND_SLACK = 0.5
 """Times are whole: a bound within half a unit of the cutoff cannot hide an improvement, only rounding."""
 
@@ -61,51 +64,79 @@ class StageSolution:
 def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> StageSolution | None:
     """The fastest assignment that fits, or None when none is faster than ``cutoff``.
 
-    The peak holds one largest transient θ. Each candidate θ turns the problem into one without transients: strategies
-    that need more are forbidden and the budget is smaller by θ. Candidates are taken in the order of their bounds.
+    The peak holds one largest transient θ. A θ turns the problem into one without transients: strategies that need more
+    are forbidden, and the budget is smaller by θ. Which θ is best is settled by branch and bound over ranges of them: a
+    range allows all that its largest θ allows, with the budget that its smallest θ leaves.
     """
+    kinds = {int(kind): _sorted_kind(problem, int(kind)) for kind in np.unique(problem.kinds)}
+    thetas, bounds = _transient_candidates(problem, kinds, budget)
+    heap = [(float(bounds.min()), 0, len(thetas))] if len(thetas) else []
     best: StageSolution | None = None
-    present, counts = np.unique(problem.kinds, return_counts=True)
-    for bound, theta in _transient_candidates(problem, present, counts, budget):
+    while heap:
+        bound, first, last = heapq.heappop(heap)
         if bound >= cutoff - _BOUND_SLACK:
             break
-        solution = _PathSolver(problem, present, theta, budget - theta).solve(cutoff)
-        if solution is not None:
-            best, cutoff = solution, solution.time
+        path = _PathSolver(problem, kinds, thetas[last - 1], budget - thetas[first])
+        if last - first == 1:
+            solution = path.solve(cutoff)
+            if solution is not None:
+                best, cutoff = solution, solution.time
+            continue
+        bound = max(bound, path.bound)
+        middle = (first + last) // 2
+        for low, high in ((first, middle), (middle, last)):
+            heapq.heappush(heap, (max(bound, float(bounds[low:high].min())), low, high))
     return best
 
 
-def _transient_candidates(
-    problem: StageProblem, present: Integers, counts: Integers, budget: int
-) -> list[tuple[float, int]]:
-    """(bound, θ) for each useful θ, best bound first. The bound ignores layout changes."""
-    time, memory, transient = (table[present] for table in (problem.time, problem.memory, problem.transient))
-    usable = time < NEVER
-    if not usable.any(axis=1).all():
-        return []
-    smallest = int(np.where(usable, transient, NEVER).min(axis=1).max())
-    thetas = np.unique(transient[usable])
+def _transient_candidates(problem: StageProblem, kinds: dict[int, _Kind], budget: int) -> tuple[list[int], Floats]:
+    """Useful θ in increasing order, each with a bound that ignores layout changes."""
+    if any(kind.time.size == 0 for kind in kinds.values()):
+        return [], np.empty(0)
+    smallest = max(int(kind.transient.min()) for kind in kinds.values())
+    thetas = np.unique(np.concatenate([kind.transient for kind in kinds.values()]))
     thetas = thetas[(thetas >= smallest) & (thetas <= budget)]
-    if thetas.size == 0:
-        return []
-    lams = hull_multipliers(time, memory)
-    bounds = np.tile(-lams[:, None], (1, thetas.size)) * (budget - thetas)
+    rows = list(kinds)
+    lams = hull_multipliers(problem.time[rows], problem.memory[rows])
+    bounds = -lams[:, None] * (budget - thetas)
     least_memory = np.zeros(thetas.size)
-    for row, count in enumerate(counts):
-        order = np.argsort(transient[row], kind="stable")
-        order = order[usable[row, order]]
-        upto = np.searchsorted(transient[row, order], thetas, side="right") - 1
-        priced = time[row, order] + lams[:, None] * memory[row, order]
+    for index, kind in kinds.items():
+        count = int(np.count_nonzero(problem.kinds == index))
+        order = np.argsort(kind.transient, kind="stable")
+        upto = np.searchsorted(kind.transient[order], thetas, side="right") - 1
+        priced = kind.time[order] + lams[:, None] * kind.memory[order]
         bounds += count * np.minimum.accumulate(priced, axis=1)[:, upto]
-        least_memory += count * np.minimum.accumulate(memory[row, order])[upto]
+        least_memory += count * np.minimum.accumulate(kind.memory[order])[upto]
     fits = least_memory <= budget - thetas
-    candidates = zip(bounds.max(axis=0)[fits].tolist(), thetas[fits].tolist(), strict=True)
-    return sorted(candidates)
+    return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Useful strategies of one kind of layer, sorted by layout and memory."""
+    """Strategies of one kind of layer, sorted by layout, memory and time."""
+
+    strategy: Integers
+    time: Integers
+    memory: Integers
+    transient: Integers
+    layout: Integers
+
+    def useful(self, theta: int) -> _Useful:
+        """Those allowed under θ, without what another of the same layout beats in both time and memory."""
+        allowed = np.nonzero(self.transient <= theta)[0]
+        layout, time = self.layout[allowed], self.time[allowed]
+        falling = time - layout * (4 * NEVER)  # each layout starts afresh, below all of the one before
+        keep = np.ones(len(allowed), dtype=bool)
+        keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
+        chosen, layout = allowed[keep], layout[keep]
+        first = np.concatenate([[0], np.nonzero(layout[1:] != layout[:-1])[0] + 1])
+        count = np.diff(first, append=len(layout))
+        return _Useful(self.strategy[chosen], self.time[chosen], self.memory[chosen], layout[first], first, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Useful:
+    """Strategies worth choosing for one kind of layer."""
 
     strategy: Integers
     time: Integers
@@ -118,22 +149,29 @@ class _Kind:
     """Number of strategies of each layout."""
 
 
+def _sorted_kind(problem: StageProblem, kind: int) -> _Kind:
+    time, memory, transient = problem.time[kind], problem.memory[kind], problem.transient[kind]
+    possible = np.nonzero(time < NEVER)[0]
+    order = possible[np.lexsort((time[possible], memory[possible], problem.layout_of[possible]))]
+    return _Kind(order, time[order], memory[order], transient[order], problem.layout_of[order])
+
+
 class _PathSolver:
     """The problem without transients: Σ memory ≤ budget."""
 
-    def __init__(self, problem: StageProblem, present: Integers, theta: int, budget: int) -> None:
+    def __init__(self, problem: StageProblem, kinds: dict[int, _Kind], theta: int, budget: int) -> None:
         self.problem, self.budget = problem, budget
-        self.kinds = {int(kind): _useful(problem, int(kind), theta) for kind in present}
+        self.kinds = {index: kind.useful(theta) for index, kind in kinds.items()}
         self.sequence = problem.kinds.tolist()
         self.layouts = problem.change.shape[1]
-        least = np.array([self.kinds[kind].memory.min() for kind in self.sequence])
-        self.least_memory_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
         self.lams = _FAN * self._best_multiplier()
-        self.rest = self._completion_bounds()
+        self.rest, self.bound = self._completion_bounds()
 
     def solve(self, cutoff: int) -> StageSolution | None:
         """Best solution faster than the cutoff: first a narrow beam for a good one, then all that could beat it."""
-        beam = self._extend(cutoff, width=_BEAM)
+        if self.bound >= cutoff - _BOUND_SLACK:
+            return None
+        beam = self._extend(cutoff, width=_BEAM) if cutoff > self.bound * _CLOSE else None
         exact = self._extend(beam.time if beam else cutoff, width=None)
         return exact or beam
 
@@ -150,8 +188,9 @@ class _PathSolver:
         lams = np.unique(np.concatenate([hull_multipliers(t.time[None], t.memory[None]) for t in self.kinds.values()]))
         return float(lams[int(bound(lams).argmax())])
 
-    def _completion_bounds(self) -> Floats:
-        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout."""
+    def _completion_bounds(self) -> tuple[Floats, float]:
+        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and the
+        bound on the whole path that they imply."""
         lams = self.lams[:, None]
         entering = {}
         for kind, table in self.kinds.items():
@@ -162,15 +201,17 @@ class _PathSolver:
         after = np.tile(self.problem.exit.astype(np.float64), (len(self.lams), 1))
         for layer in range(len(self.sequence) - 1, 0, -1):
             rest[layer] = after
-            after = (
-                (after + entering[self.sequence[layer]])[:, None, :] + self.problem.change[self.sequence[layer - 1]]
-            ).min(axis=2)
+            through = (after + entering[self.sequence[layer]])[:, None, :]
+            after = (through + self.problem.change[self.sequence[layer - 1]]).min(axis=2)
         rest[0] = after
-        return rest
+        whole = (after + entering[self.sequence[0]] + self.problem.entry).min(axis=1) - self.lams * self.budget
+        return rest, float(whole.max())
 
     def _extend(self, cutoff: int, width: int | None) -> StageSolution | None:
         """Labels layer by layer; with a width only the most promising go on, without one the result is exact."""
         lams = self.lams[:, None]
+        least = np.array([self.kinds[kind].memory.min() for kind in self.sequence])
+        least_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
         history: list[tuple[NDArray[np.intp], Integers]] = []
         time = memory = layout = np.empty(0, dtype=np.int64)
         for layer, kind in enumerate(self.sequence):
@@ -192,7 +233,7 @@ class _PathSolver:
                 parent = parent[rows]
                 new_memory = memory[parent] + table.memory[base]
             bound = new_time + (self.rest[layer][:, new_layout] + lams * (new_memory - self.budget)).max(axis=0)
-            alive = (bound < cutoff - _BOUND_SLACK) & (new_memory <= self.budget - self.least_memory_after[layer])
+            alive = (bound < cutoff - _BOUND_SLACK) & (new_memory <= self.budget - least_after[layer])
             chosen = np.nonzero(alive)[0]
             if width is not None and chosen.size > width:
                 chosen = chosen[np.argsort(bound[chosen], kind="stable")[:width]]
@@ -209,20 +250,6 @@ class _PathSolver:
             choice.append(int(strategies[index]))
             index = int(parents[index])
         return StageSolution(best, tuple(reversed(choice)))
-
-
-def _useful(problem: StageProblem, kind: int, theta: int) -> _Kind:
-    """Strategies allowed under θ, without those that another of the same layout beats in both time and memory."""
-    time, memory = problem.time[kind], problem.memory[kind]
-    allowed = np.nonzero((time < NEVER) & (problem.transient[kind] <= theta))[0]
-    order = allowed[np.lexsort((time[allowed], memory[allowed], problem.layout_of[allowed]))]
-    layouts = problem.layout_of[order]
-    falling = time[order] - layouts.astype(np.int64) * (4 * NEVER)  # each layout starts afresh below the one before
-    keep = np.ones(len(order), dtype=bool)
-    keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
-    order = order[keep]
-    present, first, count = np.unique(problem.layout_of[order], return_index=True, return_counts=True)
-    return _Kind(order, time[order], memory[order], present, first, count)
 
 
 def _strict_minima(rows: Integers) -> NDArray[np.bool_]:
