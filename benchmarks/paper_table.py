@@ -125,13 +125,11 @@ class _Plan:
 
 
 class _Searched:
-    """A strategy whose plans come from the search. Stages are cut by the paper's guideline "memory" at each batch, but
-    for ours, whose cuts are searched like everything else."""
+    """A strategy whose plans come from the search; stages are cut by the paper's guideline "memory" at each batch."""
 
     def __init__(self, strategy: str, model: str) -> None:
         self.cost = _cost(model)
         self.space = space_named(SPACES[strategy])
-        self.cuts = CutRule.MEMORY
 
     def best(self, budget: int, batches: Iterable[int]) -> _Plan | None:
         """The fastest plan with any of these batches."""
@@ -142,16 +140,16 @@ class _Searched:
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
             max_micro_batches=MICRO_BATCHES,
-            cuts=self.cuts,
+            cuts=CutRule.MEMORY,
         )
         optimum = search(problem)
         return _Plan(optimum.batch, optimum.solved.iteration_ns / 1e9) if optimum else None
 
 
 class _PurePipeline:
-    """Pure PP as the paper's authors ran it: the stages of a model are cut once, by the guideline "memory", and kept.
+    """Pure PP with the stages of a model cut once and kept, as one would by hand.
 
-    The cut is made for the first batch asked for that fits its own cut, so the caller starts with the least memory.
+    The cut is the guideline "memory" at the largest batch that fits the least memory the model runs in at all.
     """
 
     def __init__(self, model: str) -> None:
@@ -163,10 +161,10 @@ class _PurePipeline:
         self.positions: tuple[int, ...] | None = None
 
     def cut(self, budget: int) -> None:
-        """Settle the cut on the largest batch that fits this memory."""
-        fitting = [batch for batch in _batches() if self._plan(budget, batch, self._balanced(batch))]
-        if fitting and self.positions is None:
-            self.positions = self._balanced(fitting[-1])
+        """Settle the cut on the largest batch that fits this memory, unless it is settled or none fits."""
+        if self.positions is None:
+            fitting = [batch for batch in _batches() if self._plan(budget, batch, self._balanced(batch))]
+            self.positions = self._balanced(fitting[-1]) if fitting else None
 
     def best(self, budget: int, batches: Iterable[int]) -> _Plan | None:
         plans = [self._plan(budget, batch, self.positions or self._balanced(batch)) for batch in batches]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def brute_search(
             times: dict[tuple[int, int, int], int | None] = {}
             for positions in cuts(batch, degree) if cuts else all_cuts(layers, degree):
                 stages = []
-                for stage, (begin, end) in enumerate(zip(positions, positions[1:], strict=False)):
+                for stage, (begin, end) in enumerate(pairwise(positions)):
                     key = (stage, begin, end)
                     if key not in times:
                         tables = stage_of(problem, costs, batch, micro_batches, degree, *key)
@@ -275,7 +275,13 @@ def random_model(rng: Rng, layers: int, scale: int) -> ModelSpec:
 
 def random_cluster(rng: Rng, devices: int) -> Cluster:
     """Islands in one to three levels, slow or fast, shared or not."""
-    shapes = {2: [(2,)], 4: [(4,), (2, 2)], 6: [(6,), (2, 3), (3, 2)], 8: [(8,), (4, 2), (2, 4), (2, 2, 2)]}[devices]
+    by_size: dict[int, list[tuple[int, ...]]] = {
+        2: [(2,)],
+        4: [(4,), (2, 2)],
+        6: [(6,), (2, 3), (3, 2)],
+        8: [(8,), (4, 2), (2, 4), (2, 2, 2)],
+    }
+    shapes = by_size[devices]
     speed = 10.0 ** rng.uniform(9, 11)
     levels = []
     for depth, units in enumerate(shapes[int(rng.integers(len(shapes)))]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from search_oracles import Rng, all_cuts
@@ -26,7 +28,7 @@ def _random_matrices(rng: Rng, layers: int, stages: int) -> list[CutMatrix]:
 
 def _objective(matrices: list[CutMatrix], positions: tuple[int, ...], micro_batches: int) -> float:
     times = []
-    for matrix, begin, end in zip(matrices, positions, positions[1:], strict=False):
+    for matrix, (begin, end) in zip(matrices, pairwise(positions), strict=True):
         if end - begin >= matrix.shape[1]:
             return np.inf
         times.append(float(matrix[end, end - begin]))
@@ -58,7 +60,7 @@ def test_best_cuts_equals_all_compositions(seed: int) -> None:
 
 
 def _heaviest(weights: Floats, positions: tuple[int, ...]) -> float:
-    return max(float(weights[begin:end].sum()) for begin, end in zip(positions, positions[1:], strict=False))
+    return max(float(weights[begin:end].sum()) for begin, end in pairwise(positions))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -91,14 +91,14 @@ def test_the_papers_table_1(name: str) -> None:
     millions, mebibytes = TABLE_1[name]
     model = load_model(name, PAPER)
     assert model.parameters / 1e6 == pytest.approx(millions, rel=0.015)
-    assert model.activation_bytes / MIB == pytest.approx(mebibytes, rel=0.04)
+    assert model.activation_bytes / MIB == pytest.approx(mebibytes, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["bert-huge-32", "t5-large-32"])
-def test_the_papers_head_peaks_at_five_and_a_half_logits(name: str) -> None:
+def test_the_papers_head_works_on_five_and_a_half_logits(name: str) -> None:
     head = load_model(name, PAPER).layers[-1]
     vocabulary = 30522 if name.startswith("bert") else 32128
-    assert head.activation_bytes + head.transient_bytes == int(5.5 * 512 * vocabulary * 4)
+    assert head.transient_bytes == int(5.5 * 512 * vocabulary * 4)
 
 
 def test_layers_come_in_order() -> None:
@@ -118,15 +118,15 @@ def test_layers_come_in_order() -> None:
 
 
 def test_bert_block_in_units() -> None:
-    """16u + 1w eager, 0.5u and 1.25w more with dropout, 4u and 4.5u of them replicated (16.5u + 3.25w in the paper)."""
+    """16u + 1w eager, 4u of it replicated; dropout adds 0.5u + 1.25w; the paper has 16.5u + 3.25w and a mask."""
     u, w, statistics = 4 * 512 * 1280, 4 * 16 * 512 * 512, 16 * 512
     eager = Training(attention=Attention.EAGER, dropout=False)
     block = layer(load_model("bert-huge-32", eager), "encoder")
     assert block.activation_bytes == 16 * u + w + statistics
     assert block.replicated_activation_bytes == 4 * u + statistics
     block = layer(load_model("bert-huge-32", PAPER), "encoder")
-    assert block.activation_bytes == 16.5 * u + 3.25 * w + statistics
-    assert block.replicated_activation_bytes == 4.5 * u + statistics
+    assert block.activation_bytes == 16.5 * u + 3.25 * w + w // 16 + statistics
+    assert block.replicated_activation_bytes == 4.5 * u + w // 16 + statistics
 
 
 def test_bf16_halves_what_crosses_layers() -> None:

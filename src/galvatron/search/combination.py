@@ -126,7 +126,8 @@ class Combination:
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
-            return float(sum(stages) + (self.micro_batches - 1) * max(stages))
+            slowest = max(stages)
+            return float(sum(stages) + (self.micro_batches - 1) * slowest) if np.isfinite(slowest) else np.inf
         # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
         matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
         bound = cuts_bound(matrices, self.micro_batches)

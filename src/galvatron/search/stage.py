@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 
 from galvatron.cost import NEVER, Integers
 from galvatron.search.bounds import Floats, hull_multipliers
+from galvatron.search.fill import Filling, fill
 
 __all__ = ["StageProblem", "StageSolution", "solve_stage"]
 
 _FAN = np.array([0.0, 0.35, 0.6, 0.8, 0.92, 1.0, 1.1, 1.3, 1.8, 3.0])
 """Multiples of the best multiplier whose bounds are kept; several together are tighter than one."""
-_BEAM = 12
-_CLOSE = 1.002
-"""A cutoff this close to the bound prunes as well as a solution from a beam would."""
+_MANY = 24
+"""Equal layers from which on their choice is put off to the end."""
+_STAND_IN = -1
+"""In place of a strategy's index: a layer whose choice is put off."""
+_BEAMS = (12, 200)
+"""Widths of the beams that look for a good solution before all labels are kept."""
 _BOUND_SLACK = 0.5
 """Times are whole: a bound within half a unit of the cutoff cannot hide an improvement, only rounding."""
 
@@ -128,25 +132,29 @@ class _Kind:
         falling = time - layout * (4 * NEVER)  # each layout starts afresh, below all of the one before
         keep = np.ones(len(allowed), dtype=bool)
         keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
-        chosen, layout = allowed[keep], layout[keep]
-        first = np.concatenate([[0], np.nonzero(layout[1:] != layout[:-1])[0] + 1])
-        count = np.diff(first, append=len(layout))
-        return _Useful(self.strategy[chosen], self.time[chosen], self.memory[chosen], layout[first], first, count)
+        chosen = allowed[keep]
+        return _Useful(self.strategy[chosen], self.time[chosen], self.memory[chosen], layout[keep])
 
 
-@dataclass(frozen=True, slots=True)
 class _Useful:
-    """Strategies worth choosing for one kind of layer."""
+    """Strategies worth choosing for one kind of layer, grouped by layout."""
 
-    strategy: Integers
-    time: Integers
-    memory: Integers
-    layouts: Integers
-    """Layouts present."""
-    first: Integers
-    """Index of each layout's first strategy."""
-    count: Integers
-    """Number of strategies of each layout."""
+    def __init__(self, strategy: Integers, time: Integers, memory: Integers, layout: Integers) -> None:
+        self.strategy, self.time, self.memory, self.layout = strategy, time, memory, layout
+        self.first = np.append(0, np.nonzero(layout[1:] != layout[:-1])[0] + 1) if layout.size else layout
+        """Index of each layout's first strategy."""
+        self.count: Integers = np.diff(self.first, append=len(layout))
+        """Number of strategies of each layout."""
+        self.layouts = layout[self.first]
+        """Layouts present."""
+
+    def priced(self, lams: Floats) -> tuple[Floats, Floats]:
+        """time + λ·memory of each strategy, (J, S), and the least of each layout present."""
+        cost = self.time + lams[:, None] * self.memory
+        return cost, np.minimum.reduceat(cost, self.first, axis=1)
+
+    def kept(self, keep: NDArray[np.bool_]) -> _Useful:
+        return _Useful(self.strategy[keep], self.time[keep], self.memory[keep], self.layout[keep])
 
 
 def _sorted_kind(problem: StageProblem, kind: int) -> _Kind:
@@ -165,15 +173,39 @@ class _PathSolver:
         self.sequence = problem.kinds.tolist()
         self.layouts = problem.change.shape[1]
         self.lams = _FAN * self._best_multiplier()
-        self.rest, self.bound = self._completion_bounds()
+        self.rest, self.bounds = self._completion_bounds()
+        self.deferred = self._deferred_class()
+
+    @property
+    def bound(self) -> float:
+        """No assignment takes less."""
+        return float(self.bounds.max())
 
     def solve(self, cutoff: int) -> StageSolution | None:
-        """Best solution faster than the cutoff: first a narrow beam for a good one, then all that could beat it."""
-        if self.bound >= cutoff - _BOUND_SLACK:
-            return None
-        beam = self._extend(cutoff, width=_BEAM) if cutoff > self.bound * _CLOSE else None
-        exact = self._extend(beam.time if beam else cutoff, width=None)
-        return exact or beam
+        """Best solution faster than the cutoff: first narrow beams for a good one, then all that could beat it."""
+        best = None
+        for width in (*_BEAMS, None):
+            if self.bound >= cutoff - _BOUND_SLACK:
+                break
+            found, complete = self._extend(cutoff, width)
+            if found is not None:
+                best, cutoff = found, found.time
+            if complete:
+                break
+        return best
+
+    def _promising(self, cutoff: int) -> dict[int, _Useful]:
+        """Strategies that may be part of a solution below the cutoff.
+
+        Forcing a strategy on a layer raises the bound by at least what it costs more, at a multiplier's prices, than
+        the best strategy of the same layout.
+        """
+        promising = {}
+        for kind, table in self.kinds.items():
+            cost, least = table.priced(self.lams)
+            forced = self.bounds[:, None] + cost - np.repeat(least, table.count, axis=1)
+            promising[kind] = table.kept(forced.max(axis=0) < cutoff - _BOUND_SLACK)
+        return promising
 
     def _best_multiplier(self) -> float:
         """Maximiser of the Lagrangian bound when layout changes are ignored."""
@@ -188,15 +220,13 @@ class _PathSolver:
         lams = np.unique(np.concatenate([hull_multipliers(t.time[None], t.memory[None]) for t in self.kinds.values()]))
         return float(lams[int(bound(lams).argmax())])
 
-    def _completion_bounds(self) -> tuple[Floats, float]:
-        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and the
-        bound on the whole path that they imply."""
-        lams = self.lams[:, None]
+    def _completion_bounds(self) -> tuple[Floats, Floats]:
+        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and
+        (J,) the bounds on the whole path that they imply."""
         entering = {}
         for kind, table in self.kinds.items():
-            priced = np.full((len(self.lams), self.layouts), np.inf)
-            priced[:, table.layouts] = np.minimum.reduceat(table.time + lams * table.memory, table.first, axis=1)
-            entering[kind] = priced
+            entering[kind] = np.full((len(self.lams), self.layouts), np.inf)
+            entering[kind][:, table.layouts] = table.priced(self.lams)[1]
         rest = np.empty((len(self.sequence), len(self.lams), self.layouts))
         after = np.tile(self.problem.exit.astype(np.float64), (len(self.lams), 1))
         for layer in range(len(self.sequence) - 1, 0, -1):
@@ -205,51 +235,162 @@ class _PathSolver:
             after = (through + self.problem.change[self.sequence[layer - 1]]).min(axis=2)
         rest[0] = after
         whole = (after + entering[self.sequence[0]] + self.problem.entry).min(axis=1) - self.lams * self.budget
-        return rest, float(whole.max())
+        return rest, whole
 
-    def _extend(self, cutoff: int, width: int | None) -> StageSolution | None:
-        """Labels layer by layer; with a width only the most promising go on, without one the result is exact."""
-        lams = self.lams[:, None]
-        least = np.array([self.kinds[kind].memory.min() for kind in self.sequence])
+    def _deferred_class(self) -> tuple[int, int] | None:
+        """(kind, layout) of the layers whose choice is put off, where one kind makes up a long stage.
+
+        Equal layers of one layout are exchangeable: choosing among them layer by layer would tell apart every order of
+        the same choices. Labels only count such layers, and :func:`galvatron.search.fill.fill` chooses at the end.
+        """
+        kind, count = max(((kind, self.sequence.count(kind)) for kind in self.kinds), key=lambda item: item[1])
+        if count < _MANY:
+            return None
+        least = self.kinds[kind].priced(self.lams[_FAN == 1.0])[1][0]
+        return kind, int(self.kinds[kind].layouts[int(least.argmin())])
+
+    def _extend(self, cutoff: int, width: int | None) -> tuple[StageSolution | None, bool]:
+        """Labels layer by layer, at most ``width`` of them; and whether none had to be left out, so that all is said."""
+        complete = True
+        kinds = self._promising(cutoff)
+        if any(table.time.size == 0 for table in kinds.values()):
+            return None, complete
+        least = np.array([kinds[kind].memory.min() for kind in self.sequence])
         least_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
+        filler = self._put_off(kinds)
+        labels = _Labels.start(self.problem.entry)
         history: list[tuple[NDArray[np.intp], Integers]] = []
-        time = memory = layout = np.empty(0, dtype=np.int64)
         for layer, kind in enumerate(self.sequence):
-            table = self.kinds[kind]
-            if layer == 0:
-                base = np.arange(len(table.strategy))
-                parent = np.zeros(len(table.strategy), dtype=np.intp)
-                new_layout = np.repeat(table.layouts, table.count)
-                new_time, new_memory = table.time + self.problem.entry[new_layout], table.memory
-            else:
-                arriving = self.problem.change[self.sequence[layer - 1]][layout][:, table.layouts].T + time
-                target, parent = np.nonzero(_strict_minima(arriving))
-                repeats = table.count[target]
-                rows = np.repeat(np.arange(len(target)), repeats)
-                base = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-                base += table.first[target][rows]
-                new_layout = table.layouts[target][rows]
-                new_time = arriving[target, parent][rows] + table.time[base]
-                parent = parent[rows]
-                new_memory = memory[parent] + table.memory[base]
-            bound = new_time + (self.rest[layer][:, new_layout] + lams * (new_memory - self.budget)).max(axis=0)
-            alive = (bound < cutoff - _BOUND_SLACK) & (new_memory <= self.budget - least_after[layer])
-            chosen = np.nonzero(alive)[0]
+            change = self.problem.change[self.sequence[layer - 1]] if layer else None
+            grown, parent, base = labels.extended(kinds[kind], change)
+            bound = grown.time + self._open_bounds(grown, filler, self.rest[layer])
+            needed = grown.memory + grown.put_off * filler.least_memory
+            chosen = np.nonzero((bound < cutoff - _BOUND_SLACK) & (needed <= self.budget - least_after[layer]))[0]
             if width is not None and chosen.size > width:
                 chosen = chosen[np.argsort(bound[chosen], kind="stable")[:width]]
+                complete = False
             if chosen.size == 0:
-                return None
-            chosen = chosen[np.lexsort((new_time[chosen], new_memory[chosen]))]
-            time, memory, layout = new_time[chosen], new_memory[chosen], new_layout[chosen]
-            history.append((parent[chosen], table.strategy[base[chosen]]))
-        total = time + self.problem.exit[layout]
-        index = int(total.argmin())
+                return None, complete
+            chosen = chosen[np.lexsort((grown.time[chosen], grown.memory[chosen], grown.put_off[chosen]))]
+            labels = grown.at(chosen)
+            history.append((parent[chosen], kinds[kind].strategy[base[chosen]]))
+        return self._finished(labels, filler, history, cutoff), complete
+
+    def _put_off(self, kinds: dict[int, _Useful]) -> _Filler:
+        """Replace the strategies of the deferred class, if there is one, by a stand-in that costs nothing yet."""
+        if self.deferred is None:
+            return _Filler.none(self.lams)
+        kind, layout = self.deferred
+        table = kinds[kind]
+        here = table.layout == layout
+        if not here.any():
+            return _Filler.none(self.lams)
+        first = int(here.argmax())
+        stand_in = np.arange(len(here)) == first
+        kinds[kind] = _Useful(
+            np.where(stand_in, _STAND_IN, table.strategy),
+            np.where(stand_in, 0, table.time),
+            np.where(stand_in, 0, table.memory),
+            table.layout,
+        ).kept(~here | stand_in)
+        return _Filler.of(table.kept(here), self.lams)
+
+    def _open_bounds(self, labels: _Labels, filler: _Filler, rest: Floats | None) -> Floats:
+        """What each label still costs at least: layers put off, layers to come, less the budget's worth."""
+        open_cost = filler.priced[:, None] * labels.put_off + self.lams[:, None] * (labels.memory - self.budget)
+        if rest is not None:
+            open_cost = open_cost + rest[:, labels.layout]
+        bounds: Floats = open_cost.max(axis=0)
+        return bounds
+
+    def _finished(
+        self, labels: _Labels, filler: _Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
+    ) -> StageSolution | None:
+        """The best complete label after its layers put off are filled in."""
+        total = labels.time + self.problem.exit[labels.layout]
+        bounds = total + self._open_bounds(labels, filler, None)
+        best: tuple[int, Filling] | None = None
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if bounds[index] >= cutoff - _BOUND_SLACK:
+                break
+            put_off, room = int(labels.put_off[index]), self.budget - int(labels.memory[index])
+            filling = fill(filler.table.time, filler.table.memory, put_off, room, cutoff - int(total[index]))
+            if filling is not None:
+                best, cutoff = (index, filling), int(total[index]) + filling.time
+        if best is None:
+            return None
+        index, filling = best
+        late = [int(s) for s, n in zip(filler.table.strategy, filling.counts, strict=True) for _ in range(n)]
         choice = []
-        best = int(total[index])
         for parents, strategies in reversed(history):
-            choice.append(int(strategies[index]))
+            chosen = int(strategies[index])
+            choice.append(late.pop() if chosen == _STAND_IN else chosen)
             index = int(parents[index])
-        return StageSolution(best, tuple(reversed(choice)))
+        return StageSolution(cutoff, tuple(reversed(choice)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """Partial assignments of the layers so far, sorted by layers put off and memory."""
+
+    time: Integers
+    memory: Integers
+    layout: Integers
+    put_off: Integers
+    """Layers whose choice waits for the end; their time and memory are not counted yet."""
+
+    @classmethod
+    def start(cls, entry: Integers) -> _Labels:
+        """Before the first layer: the stage's input can arrive in any layout, at its price."""
+        nothing = np.zeros(len(entry), dtype=np.int64)
+        return cls(entry, nothing, np.arange(len(entry)), nothing)
+
+    def extended(self, table: _Useful, change: Integers | None) -> tuple[_Labels, NDArray[np.intp], NDArray[np.intp]]:
+        """All labels with one more layer, their parents, and the index of the strategy each took.
+
+        On its way to a layout a label is dropped when another arrives there with no more memory and no more time.
+        ``change``: time to change layout before the layer; None before the first, which takes its input as it comes.
+        """
+        if change is None:
+            arriving = np.where(self.layout == table.layouts[:, None], self.time, NEVER)
+            target, parent = np.nonzero(arriving < NEVER)
+        else:
+            arriving = change[self.layout][:, table.layouts].T + self.time
+            target, parent = np.nonzero(_strict_minima(arriving - self.put_off * (4 * NEVER)))
+        repeats = table.count[target]
+        rows = np.repeat(np.arange(len(target)), repeats)
+        base = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats) + table.first[target][rows]
+        time = arriving[target, parent][rows] + table.time[base]
+        parent = parent[rows]
+        grown = _Labels(
+            time,
+            self.memory[parent] + table.memory[base],
+            table.layout[base],
+            self.put_off[parent] + (table.strategy[base] == _STAND_IN),
+        )
+        return grown, parent, base
+
+    def at(self, chosen: NDArray[np.intp]) -> _Labels:
+        return _Labels(self.time[chosen], self.memory[chosen], self.layout[chosen], self.put_off[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class _Filler:
+    """The strategies that layers put off will take, and the least each such layer adds."""
+
+    table: _Useful
+    least_memory: int
+    priced: Floats
+    """(J,) least time + λ·memory for each multiplier."""
+
+    @classmethod
+    def of(cls, table: _Useful, lams: Floats) -> _Filler:
+        return cls(table, int(table.memory.min()), table.priced(lams)[1][:, 0])
+
+    @classmethod
+    def none(cls, lams: Floats) -> _Filler:
+        nothing = np.empty(0, dtype=np.int64)
+        return cls(_Useful(nothing, nothing, nothing, nothing), 0, np.zeros(len(lams)))
 
 
 def _strict_minima(rows: Integers) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from galvatron.spec.model import ModelSpec, Training
+from galvatron.spec.model import Attention, ModelSpec, Training
 from galvatron.zoo.blocks import (
     AttentionShape,
     FeedForwardShape,
@@ -109,6 +109,8 @@ class T5:
             boundary=message,
             tensor_parallel=collectives(message, forward=2, backward=2, divides=(self.heads,)),
         )
+        # In Megatron, which the paper ran, the gradient of the encoder's output is summed in every decoder as well.
+        memory = 1 if training.attention is Attention.PAPER else 0
         decoder = layer(
             "decoder",
             (
@@ -117,7 +119,7 @@ class T5:
                 *residual((norm, *feed, *drop), message),
             ),
             boundary=2 * message,
-            tensor_parallel=collectives(message, forward=3, backward=3, divides=(self.heads,)),
+            tensor_parallel=collectives(message, forward=3, backward=3 + memory, divides=(self.heads,)),
         )
         head = language_head(
             (norm, *drop),

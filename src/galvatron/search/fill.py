@@ -1,0 +1,109 @@
+"""Many equal layers of one layout: how many take each strategy, exactly.
+
+Their order does not matter, so this is a knapsack over counts. Two strategies next to each other on the convex hull of
+(memory, time) make up almost all of the optimum; each use of any other costs its *reduced cost* on top of the linear
+bound. All combinations of others whose reduced costs fit the gap between bound and best solution are tried, each filled
+up with the two by a closed formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron.cost import Integers
+
+__all__ = ["Filling", "fill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Counts of each strategy, and their total time."""
+
+    time: int
+    counts: tuple[int, ...]
+
+
+def fill(time: Integers, memory: Integers, layers: int, budget: int, cutoff: float) -> Filling | None:
+    """Least time for this many layers within the budget, or None when it is not below the cutoff.
+
+    Strategies must be sorted by growing memory and falling time.
+    """
+    if layers == 0:
+        return Filling(0, (0,) * len(time)) if cutoff > 0 and budget >= 0 else None
+    if int(memory[0]) * layers > budget:
+        return None
+    fast, slow = _basis(time, memory, budget / layers)
+    if fast == slow:  # the fastest fits everywhere
+        total = int(time[fast]) * layers
+        counts = tuple(layers if index == fast else 0 for index in range(len(time)))
+        return Filling(total, counts) if total < cutoff else None
+    return _Knapsack(time, memory, layers, budget, fast, slow).solve(cutoff)
+
+
+def _basis(time: Integers, memory: Integers, share: float) -> tuple[int, int]:
+    """Indices (fast, slow) of the hull's edge that a layer's share of the budget falls on."""
+    hull = [0]
+    for index in range(1, len(time)):
+        while len(hull) > 1 and _slope(time, memory, hull[-2], hull[-1]) <= _slope(time, memory, hull[-1], index):
+            hull.pop()
+        hull.append(index)
+    below = [index for index in hull if memory[index] <= share]
+    position = len(below) - 1
+    return (hull[-1], hull[-1]) if position == len(hull) - 1 else (hull[position + 1], hull[position])
+
+
+def _slope(time: Integers, memory: Integers, left: int, right: int) -> float:
+    """Time saved for a byte between two strategies; falls along a convex hull."""
+    return float((time[left] - time[right]) / (memory[right] - memory[left]))
+
+
+class _Knapsack:
+    def __init__(self, time: Integers, memory: Integers, layers: int, budget: int, fast: int, slow: int) -> None:
+        self.time, self.memory, self.layers, self.budget = time, memory, layers, budget
+        self.fast, self.slow = fast, slow
+        price = _slope(time, memory, slow, fast)
+        cost = time + price * memory
+        self.reduced = np.maximum(cost - cost[fast], 0.0)
+        self.bound = layers * float(cost[fast]) - price * budget
+
+    def solve(self, cutoff: float) -> Filling | None:
+        others = [index for index in np.argsort(-self.reduced).tolist() if index not in (self.fast, self.slow)]
+        used = np.zeros((1, len(self.time)), dtype=np.int64)
+        best, best_time = self._filled_up(used, cutoff)
+        for index in others:
+            used = self._with(used, index, best_time)
+            found, best_time = self._filled_up(used, best_time)
+            best = found if found is not None else best
+        if best is None:
+            return None
+        return Filling(int(best @ self.time), tuple(best.tolist()))
+
+    def _with(self, used: Integers, index: int, cutoff: float) -> Integers:
+        """All that may still beat the cutoff when this strategy, too, may be used any number of times."""
+        left = np.clip(cutoff - 0.5 - self.bound - used @ self.reduced, 0, None)
+        free = self.layers - used.sum(axis=1)
+        most = np.minimum(free, np.floor(left / max(self.reduced[index], 1e-9))).astype(np.int64)
+        extended = np.repeat(used, most + 1, axis=0)
+        starts = np.cumsum(most + 1) - (most + 1)
+        extended[:, index] = np.arange(len(extended)) - np.repeat(starts, most + 1)
+        return extended
+
+    def _filled_up(self, used: Integers, cutoff: float) -> tuple[Integers | None, float]:
+        """The best of these after the rest of the layers took the two basic strategies, if it beats the cutoff."""
+        fast, slow = self.fast, self.slow
+        rest = self.layers - used.sum(axis=1)
+        room = self.budget - used @ self.memory
+        short = rest * self.memory[fast] - room
+        slower = np.clip(-(-short // (self.memory[fast] - self.memory[slow])), 0, rest)
+        fits = rest * self.memory[fast] - slower * (self.memory[fast] - self.memory[slow]) <= room
+        total = used @ self.time + (rest - slower) * self.time[fast] + slower * self.time[slow]
+        total = np.where(fits, total.astype(np.float64), np.inf)
+        at = int(total.argmin())
+        if total[at] >= cutoff:
+            return None, cutoff
+        counts = used[at].copy()
+        counts[fast] += rest[at] - slower[at]
+        counts[slow] += slower[at]
+        return counts, float(total[at])

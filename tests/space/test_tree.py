@@ -1,0 +1,139 @@
+"""The size of the space: a tree that loses or repeats a path changes these numbers."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import comb, perm, prod
+
+import pytest
+
+from galvatron.errors import InvalidInput
+from galvatron.space import EXTENDED, PAPER, SPACES, Space, Switches, divisors, pipeline_degrees, space_named, tree
+from galvatron.spec import Axis, Kind, Strategy, prime_factors
+
+_HYBRID = Switches(hybrid_sharding=True)
+
+
+def _sizes(devices: int, switches: Switches) -> list[int]:
+    """Number of strategies by pipeline degree."""
+    space = Space(name="full", title="", switches=switches)
+    return [len(space.strategies(devices // degree)) for degree in space.pipeline_degrees(devices)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "all_of_them", "pruned"), [(8, 34, 22), (16, 73, 37), (32, 136, 56), (64, 229, 79)]
+)
+def test_the_papers_counts(devices: int, all_of_them: int, pruned: int) -> None:
+    """Section 3.2: 34 candidates on 8 GPUs, 22 after Takeaway #3; the others follow from the same rules."""
+    assert sum(_sizes(devices, _HYBRID)) == all_of_them
+    assert sum(_sizes(devices, PAPER)) == pruned
+
+
+def test_counts_by_pipeline_degree() -> None:
+    assert _sizes(8, _HYBRID) == [21, 9, 3, 1]
+    assert _sizes(8, PAPER) == [11, 7, 3, 1]
+    assert _sizes(16, PAPER) == [15, 11, 7, 3, 1]
+    assert _sizes(32, PAPER) == [19, 15, 11, 7, 3, 1]
+    assert _sizes(64, PAPER) == [23, 19, 15, 11, 7, 3, 1]
+
+
+def _ordered_factorisations(number: int, parts: int) -> int:
+    """Ordered products of ``parts`` factors of at least two, by inclusion and exclusion of factors that are one."""
+    exponents = [prime_factors(number).count(prime) for prime in set(prime_factors(number))]
+
+    def with_ones(factors: int) -> int:
+        if factors == 0:
+            return int(number == 1)
+        return prod(comb(exponent + factors - 1, factors - 1) for exponent in exponents)
+
+    return sum((-1) ** ones * comb(parts, ones) * with_ones(parts - ones) for ones in range(parts + 1))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 12, 24, 36, 60, 128, 1024])
+def test_counts_by_formula(devices: int) -> None:
+    """Σ over depths of (orders of kinds) × (ordered factorisations); without DP beside SDP 3, 4 and 0 orders remain."""
+    expected, pruned = [], []
+    for degree in (d for d in range(1, devices + 1) if devices % d == 0):
+        stage = devices // degree
+        factorisations = [_ordered_factorisations(stage, depth) for depth in (1, 2, 3)]
+        alone = int(stage == 1)
+        expected.append(alone + sum(perm(3, depth) * factorisations[depth - 1] for depth in (1, 2, 3)))
+        pruned.append(alone + 3 * factorisations[0] + 4 * factorisations[1])
+    assert _sizes(devices, _HYBRID) == expected
+    assert _sizes(devices, PAPER) == pruned
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8, 12])
+def test_paths_are_distinct_valid_and_of_the_right_size(devices: int) -> None:
+    paths = tree(devices)
+    assert len(set(paths)) == len(paths)
+    for path in paths:
+        path.check()
+        assert path.devices == devices
+
+
+def test_the_flags_of_a_strategy() -> None:
+    """Each extension appears exactly where it means something: +sp with TP, +zero2 with DP and without SDP."""
+    for strategy in tree(8):
+        flagged = {
+            Strategy(strategy.axes, recompute, sequence, zero2)
+            for recompute, sequence, zero2 in product((False, True), repeat=3)
+            if not (sequence and strategy.degree(Kind.TP) == 1)
+            and not (zero2 and (strategy.degree(Kind.DP) == 1 or strategy.degree(Kind.SDP) > 1))
+        }
+        space = Space(name="full", title="", switches=EXTENDED)
+        candidates = [candidate for candidate in space.strategies(8) if candidate.axes == strategy.axes]
+        assert set(candidates) == flagged
+        assert len(candidates) == len(flagged)
+
+
+def test_paper_space_has_no_flags() -> None:
+    space = Space(name="full", title="")
+    for strategy in space.strategies(8):
+        assert strategy == Strategy(strategy.axes)
+
+
+def test_divisors_and_pipeline_degrees() -> None:
+    for number in range(1, 200):
+        assert list(divisors(number)) == [d for d in range(1, number + 1) if number % d == 0]
+    assert pipeline_degrees(12) == (1, 2, 3, 4, 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "strategies"),
+    [
+        ("dp", (1,), ["dp8"]),
+        ("tp", (1,), ["tp8"]),
+        ("sdp", (1,), ["sdp8"]),
+        ("pp", (8,), ["single"]),
+        ("3d", (2,), ["dp2-tp2"]),
+        ("dp+tp", (1,), ["dp8", "tp8", "dp2-tp4", "dp4-tp2", "tp2-dp4", "tp4-dp2"]),
+        ("dp+pp", (1, 2, 4, 8), ["dp8", "dp4", "dp2", "single"]),
+    ],
+)
+def test_the_papers_baselines_on_8_devices(name: str, degrees: tuple[int, ...], strategies: list[str]) -> None:
+    """Section 5.1: each baseline is a restriction of the full space."""
+    space = space_named(name)
+    assert space.pipeline_degrees(8) == degrees
+    found = [str(strategy) for degree in degrees for strategy in space.strategies(8 // degree)]
+    assert found == strategies
+
+
+def test_every_baseline_lies_in_the_full_space() -> None:
+    full = space_named("full")
+    for space in SPACES:
+        assert set(space.pipeline_degrees(8)) <= set(full.pipeline_degrees(8))
+        for degree in space.pipeline_degrees(8):
+            assert set(space.strategies(8 // degree)) <= set(full.strategies(8 // degree))
+
+
+def test_unknown_names_and_impossible_shapes_are_the_users_mistakes() -> None:
+    with pytest.raises(InvalidInput, match="dp\\+tp"):
+        space_named("dp-tp")
+    with pytest.raises(InvalidInput, match="6 devices"):
+        space_named("3d").pipeline_degrees(6)
+
+
+def test_three_dimensions_on_the_smallest_cluster() -> None:
+    """On 4 devices a stage has 2, all of them TP: no axis of degree one is left over."""
+    assert space_named("3d").strategies(2) == (Strategy((Axis(Kind.TP, 2),)),)
