@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from galvatron.cost import NEVER, Integers
 from galvatron.search.bounds import Floats, hull_multipliers
+from galvatron.search.choices import Choices, Useful
 from galvatron.search.fill import Filling, fill
+from galvatron.search.labels import STAND_IN, Filler, Labels
 
 __all__ = ["StageProblem", "StageSolution", "solve_stage"]
 
@@ -26,8 +28,6 @@ _FAN = np.array([0.0, 0.35, 0.6, 0.8, 0.92, 1.0, 1.1, 1.3, 1.8, 3.0])
 """Multiples of the best multiplier whose bounds are kept; several together are tighter than one."""
 _MANY = 24
 """Equal layers from which on their choice is put off to the end."""
-_STAND_IN = -1
-"""In place of a strategy's index: a layer whose choice is put off."""
 _BEAMS = (12, 200)
 """Widths of the beams that look for a good solution before all labels are kept."""
 _BOUND_SLACK = 0.5
@@ -72,7 +72,10 @@ def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> Stag
     are forbidden, and the budget is smaller by θ. Which θ is best is settled by branch and bound over ranges of them: a
     range allows all that its largest θ allows, with the budget that its smallest θ leaves.
     """
-    kinds = {int(kind): _sorted_kind(problem, int(kind)) for kind in np.unique(problem.kinds)}
+    kinds = {
+        int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
+        for kind in np.unique(problem.kinds)
+    }
     thetas, bounds = _transient_candidates(problem, kinds, budget)
     heap = [(float(bounds.min()), 0, len(thetas))] if len(thetas) else []
     best: StageSolution | None = None
@@ -93,7 +96,7 @@ def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> Stag
     return best
 
 
-def _transient_candidates(problem: StageProblem, kinds: dict[int, _Kind], budget: int) -> tuple[list[int], Floats]:
+def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budget: int) -> tuple[list[int], Floats]:
     """Useful θ in increasing order, each with a bound that ignores layout changes."""
     if any(kind.time.size == 0 for kind in kinds.values()):
         return [], np.empty(0)
@@ -115,59 +118,10 @@ def _transient_candidates(problem: StageProblem, kinds: dict[int, _Kind], budget
     return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Strategies of one kind of layer, sorted by layout, memory and time."""
-
-    strategy: Integers
-    time: Integers
-    memory: Integers
-    transient: Integers
-    layout: Integers
-
-    def useful(self, theta: int) -> _Useful:
-        """Those allowed under θ, without what another of the same layout beats in both time and memory."""
-        allowed = np.nonzero(self.transient <= theta)[0]
-        layout, time = self.layout[allowed], self.time[allowed]
-        falling = time - layout * (4 * NEVER)  # each layout starts afresh, below all of the one before
-        keep = np.ones(len(allowed), dtype=bool)
-        keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
-        chosen = allowed[keep]
-        return _Useful(self.strategy[chosen], self.time[chosen], self.memory[chosen], layout[keep])
-
-
-class _Useful:
-    """Strategies worth choosing for one kind of layer, grouped by layout."""
-
-    def __init__(self, strategy: Integers, time: Integers, memory: Integers, layout: Integers) -> None:
-        self.strategy, self.time, self.memory, self.layout = strategy, time, memory, layout
-        self.first = np.append(0, np.nonzero(layout[1:] != layout[:-1])[0] + 1) if layout.size else layout
-        """Index of each layout's first strategy."""
-        self.count: Integers = np.diff(self.first, append=len(layout))
-        """Number of strategies of each layout."""
-        self.layouts = layout[self.first]
-        """Layouts present."""
-
-    def priced(self, lams: Floats) -> tuple[Floats, Floats]:
-        """time + λ·memory of each strategy, (J, S), and the least of each layout present."""
-        cost = self.time + lams[:, None] * self.memory
-        return cost, np.minimum.reduceat(cost, self.first, axis=1)
-
-    def kept(self, keep: NDArray[np.bool_]) -> _Useful:
-        return _Useful(self.strategy[keep], self.time[keep], self.memory[keep], self.layout[keep])
-
-
-def _sorted_kind(problem: StageProblem, kind: int) -> _Kind:
-    time, memory, transient = problem.time[kind], problem.memory[kind], problem.transient[kind]
-    possible = np.nonzero(time < NEVER)[0]
-    order = possible[np.lexsort((time[possible], memory[possible], problem.layout_of[possible]))]
-    return _Kind(order, time[order], memory[order], transient[order], problem.layout_of[order])
-
-
 class _PathSolver:
     """The problem without transients: Σ memory ≤ budget."""
 
-    def __init__(self, problem: StageProblem, kinds: dict[int, _Kind], theta: int, budget: int) -> None:
+    def __init__(self, problem: StageProblem, kinds: dict[int, Choices], theta: int, budget: int) -> None:
         self.problem, self.budget = problem, budget
         self.kinds = {index: kind.useful(theta) for index, kind in kinds.items()}
         self.sequence = problem.kinds.tolist()
@@ -194,7 +148,7 @@ class _PathSolver:
                 break
         return best
 
-    def _promising(self, cutoff: int) -> dict[int, _Useful]:
+    def _promising(self, cutoff: int) -> dict[int, Useful]:
         """Strategies that may be part of a solution below the cutoff.
 
         Forcing a strategy on a layer raises the bound by at least what it costs more, at a multiplier's prices, than
@@ -250,7 +204,7 @@ class _PathSolver:
         return kind, int(self.kinds[kind].layouts[int(least.argmin())])
 
     def _extend(self, cutoff: int, width: int | None) -> tuple[StageSolution | None, bool]:
-        """Labels layer by layer, at most ``width`` of them; and whether none had to be left out, so that all is said."""
+        """Labels layer by layer, at most ``width`` of them; and whether none had to be left out."""
         complete = True
         kinds = self._promising(cutoff)
         if any(table.time.size == 0 for table in kinds.values()):
@@ -258,7 +212,7 @@ class _PathSolver:
         least = np.array([kinds[kind].memory.min() for kind in self.sequence])
         least_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
         filler = self._put_off(kinds)
-        labels = _Labels.start(self.problem.entry)
+        labels = Labels.start(self.problem.entry)
         history: list[tuple[NDArray[np.intp], Integers]] = []
         for layer, kind in enumerate(self.sequence):
             change = self.problem.change[self.sequence[layer - 1]] if layer else None
@@ -276,26 +230,26 @@ class _PathSolver:
             history.append((parent[chosen], kinds[kind].strategy[base[chosen]]))
         return self._finished(labels, filler, history, cutoff), complete
 
-    def _put_off(self, kinds: dict[int, _Useful]) -> _Filler:
+    def _put_off(self, kinds: dict[int, Useful]) -> Filler:
         """Replace the strategies of the deferred class, if there is one, by a stand-in that costs nothing yet."""
         if self.deferred is None:
-            return _Filler.none(self.lams)
+            return Filler.none(self.lams)
         kind, layout = self.deferred
         table = kinds[kind]
         here = table.layout == layout
         if not here.any():
-            return _Filler.none(self.lams)
+            return Filler.none(self.lams)
         first = int(here.argmax())
         stand_in = np.arange(len(here)) == first
-        kinds[kind] = _Useful(
-            np.where(stand_in, _STAND_IN, table.strategy),
+        kinds[kind] = Useful(
+            np.where(stand_in, STAND_IN, table.strategy),
             np.where(stand_in, 0, table.time),
             np.where(stand_in, 0, table.memory),
             table.layout,
         ).kept(~here | stand_in)
-        return _Filler.of(table.kept(here), self.lams)
+        return Filler.of(table.kept(here), self.lams)
 
-    def _open_bounds(self, labels: _Labels, filler: _Filler, rest: Floats | None) -> Floats:
+    def _open_bounds(self, labels: Labels, filler: Filler, rest: Floats | None) -> Floats:
         """What each label still costs at least: layers put off, layers to come, less the budget's worth."""
         open_cost = filler.priced[:, None] * labels.put_off + self.lams[:, None] * (labels.memory - self.budget)
         if rest is not None:
@@ -304,7 +258,7 @@ class _PathSolver:
         return bounds
 
     def _finished(
-        self, labels: _Labels, filler: _Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
+        self, labels: Labels, filler: Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
     ) -> StageSolution | None:
         """The best complete label after its layers put off are filled in."""
         total = labels.time + self.problem.exit[labels.layout]
@@ -324,77 +278,6 @@ class _PathSolver:
         choice = []
         for parents, strategies in reversed(history):
             chosen = int(strategies[index])
-            choice.append(late.pop() if chosen == _STAND_IN else chosen)
+            choice.append(late.pop() if chosen == STAND_IN else chosen)
             index = int(parents[index])
         return StageSolution(cutoff, tuple(reversed(choice)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Labels:
-    """Partial assignments of the layers so far, sorted by layers put off and memory."""
-
-    time: Integers
-    memory: Integers
-    layout: Integers
-    put_off: Integers
-    """Layers whose choice waits for the end; their time and memory are not counted yet."""
-
-    @classmethod
-    def start(cls, entry: Integers) -> _Labels:
-        """Before the first layer: the stage's input can arrive in any layout, at its price."""
-        nothing = np.zeros(len(entry), dtype=np.int64)
-        return cls(entry, nothing, np.arange(len(entry)), nothing)
-
-    def extended(self, table: _Useful, change: Integers | None) -> tuple[_Labels, NDArray[np.intp], NDArray[np.intp]]:
-        """All labels with one more layer, their parents, and the index of the strategy each took.
-
-        On its way to a layout a label is dropped when another arrives there with no more memory and no more time.
-        ``change``: time to change layout before the layer; None before the first, which takes its input as it comes.
-        """
-        if change is None:
-            arriving = np.where(self.layout == table.layouts[:, None], self.time, NEVER)
-            target, parent = np.nonzero(arriving < NEVER)
-        else:
-            arriving = change[self.layout][:, table.layouts].T + self.time
-            target, parent = np.nonzero(_strict_minima(arriving - self.put_off * (4 * NEVER)))
-        repeats = table.count[target]
-        rows = np.repeat(np.arange(len(target)), repeats)
-        base = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats) + table.first[target][rows]
-        time = arriving[target, parent][rows] + table.time[base]
-        parent = parent[rows]
-        grown = _Labels(
-            time,
-            self.memory[parent] + table.memory[base],
-            table.layout[base],
-            self.put_off[parent] + (table.strategy[base] == _STAND_IN),
-        )
-        return grown, parent, base
-
-    def at(self, chosen: NDArray[np.intp]) -> _Labels:
-        return _Labels(self.time[chosen], self.memory[chosen], self.layout[chosen], self.put_off[chosen])
-
-
-@dataclass(frozen=True, slots=True)
-class _Filler:
-    """The strategies that layers put off will take, and the least each such layer adds."""
-
-    table: _Useful
-    least_memory: int
-    priced: Floats
-    """(J,) least time + λ·memory for each multiplier."""
-
-    @classmethod
-    def of(cls, table: _Useful, lams: Floats) -> _Filler:
-        return cls(table, int(table.memory.min()), table.priced(lams)[1][:, 0])
-
-    @classmethod
-    def none(cls, lams: Floats) -> _Filler:
-        nothing = np.empty(0, dtype=np.int64)
-        return cls(_Useful(nothing, nothing, nothing, nothing), 0, np.zeros(len(lams)))
-
-
-def _strict_minima(rows: Integers) -> NDArray[np.bool_]:
-    """Where each row (sorted by memory) goes below all before it: labels not dominated on their way to a layout."""
-    keep = np.ones(rows.shape, dtype=bool)
-    np.less(rows[:, 1:], np.minimum.accumulate(rows, axis=1)[:, :-1], out=keep[:, 1:])
-    return keep
