@@ -144,12 +144,7 @@ def _flat_cluster(devices: int) -> Cluster:
     return Cluster(name="flat", device=device, levels=(level,), reserved_bytes=0)
 
 
-_UNDERPRICED = pytest.mark.xfail(
-    strict=True, reason="layout_rates takes disjoint layouts of different radices for sliced first"
-)
-
-
-@pytest.mark.parametrize("devices", [4, 8, pytest.param(6, marks=_UNDERPRICED), pytest.param(12, marks=_UNDERPRICED)])
+@pytest.mark.parametrize("devices", [4, 6, 8, 12])
 def test_a_change_is_priced_by_the_rows_it_moves(devices: int) -> None:
     """Forward and backward together, as a share of the batch."""
     layouts = layouts_of(devices)

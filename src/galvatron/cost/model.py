@@ -156,7 +156,7 @@ class StageCosts:
         layers, arrays = self._layers, self._arrays
         precision, conventions = self.cost.model.training.precision, self.cost.conventions
         costs = self.layer_costs(micro_batch)
-        time = _up((costs.steady_s + costs.once_s / micro_batches) * 1e9)
+        time = np.maximum(_up((costs.steady_s + costs.once_s / micro_batches) * 1e9), 1)
         possible = self._allowed & (micro_batch % self.data_degree == 0)
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from galvatron.cost.communication import Floats
-from galvatron.spec import Cluster, Layout, gathered_digits
+from galvatron.spec import Cluster, Layout, gathered_digits, lines_up
 
 __all__ = ["change_s", "layout_rates"]
 
@@ -33,7 +33,7 @@ def layout_rates(layouts: Sequence[Layout], cluster: Cluster) -> tuple[Floats, F
                 if not digits:
                     continue
                 group = math.prod(digit.radix for digit in digits)
-                parts = math.prod(digit.radix for digit in after) if digits == before - after else 1
+                parts = math.prod(digit.radix for digit in after) if lines_up(before, after) else 1
                 link = cluster.link(digits)
                 per_byte[i, j] += (group - 1) / group / parts / link.bytes_per_s
                 fixed[i, j] += math.ceil(math.log2(group)) * link.latency_s

@@ -170,14 +170,16 @@ class Combination:
         before = self.layers.counts_before
         present = before[:, ends] > before[:, begins]
         room = self.budget - np.where(present, transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
+        least_memory = memory.min(axis=1, keepdims=True)
+        needed = least_memory[:, 0] @ before
+        room = room - (needed[ends] - needed[begins])
+        memory = memory - least_memory  # prices apply to what is above the least, to keep them accurate
         lams = _thinned(hull_multipliers(self.tables.time_ns, memory))
         priced = priced_minima(self.tables.time_ns, memory, lams) @ before
         bounds = np.full(room.shape, -np.inf)
         for lam, sums in zip(lams, priced, strict=True):
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
-        least_memory = memory.min(axis=1) @ before
-        too_large = least_memory[ends] - least_memory[begins] > room
-        impossible = too_large | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
+        impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
 
     # ------------------------------------------------------------------- exact

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.cost import NEVER, STATE_BYTES, CostModel, Integers, Schedule, StageCosts
+from galvatron.cost import NEVER, STATE_BYTES, CostModel, Schedule, StageCosts
 from galvatron.search.bounds import Floats, hull_multipliers
 from galvatron.search.combination import Combination, Layers, Solved
 from galvatron.search.cuts import CutRule, balanced_cuts
@@ -83,7 +83,7 @@ class _Candidate:
 def search(problem: Problem) -> Optimum | None:
     """The plan with the highest throughput, or None when nothing fits.
 
-    Ties go to the smaller batch, then the smaller pipeline degree, then fewer micro-batches.
+    Of plans that tie exactly the first met is kept; nothing in the search is random, so it is always the same one.
     """
     return _Search(problem).run()
 
@@ -121,8 +121,9 @@ class _Search:
             weights = np.array([STATE_BYTES * kind.parameters + samples * kind.activation_bytes for kind in kinds])
         else:
             weights = cost.forward_s()
-        weights = np.where(self.layers.total > 1, weights, 0.0)
-        key = (float(degree), *(weights / weights.max()).tolist())
+        repeated = self.layers.total > 1
+        weights = np.where(repeated, weights, 0.0) if repeated.any() else weights
+        key = (float(degree), *(weights / max(weights.max(), 1e-300)).tolist())
         if key not in self._balanced:
             self._balanced[key] = balanced_cuts(weights[self.layers.kinds], degree)
         return self._balanced[key]
@@ -187,7 +188,8 @@ class _Search:
         for each size only the largest batch is kept.
         """
         pairs = [(b, m) for b in self.problem.batches for m in self._micro_batch_counts(b, degree)]
-        if degree > 1 and self.problem.schedule is Schedule.GPIPE:
+        cuts_move = self.problem.cuts is CutRule.MEMORY  # with the batch
+        if degree > 1 and (cuts_move or self.problem.schedule is Schedule.GPIPE):
             return pairs
         most = {batch // micro_batches: (batch, micro_batches) for batch, micro_batches in sorted(pairs)}
         return sorted(most.values())
@@ -218,8 +220,11 @@ class _Search:
         usable = tables.time_ns < NEVER
         memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
         transient = np.where(usable, tables.transient_bytes, NEVER).min(axis=2)
-        room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         counts = self.layers.total
+        least_memory = memory.min(axis=2, keepdims=True)
+        room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
+        room = room - least_memory[:, :, 0] @ counts  # prices apply to what is above the least, to keep them accurate
+        memory = memory - least_memory
         middle = len(pairs) // 2
         lams = hull_multipliers(tables.time_ns[middle], memory[middle])
         lams = lams[:: max(1, len(lams) // 12)]
@@ -228,10 +233,4 @@ class _Search:
             total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
         slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
         bounds = total + (micro_batches - 1) * np.maximum(total / degree, slowest_layer)
-        fits = _least(memory) @ counts <= room
-        return np.where(fits & (slowest_layer < NEVER), bounds, np.inf)
-
-
-def _least(memory: Integers) -> Integers:
-    least: Integers = memory.min(axis=2)
-    return least
+        return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)

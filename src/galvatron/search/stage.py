@@ -105,16 +105,19 @@ def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budg
     thetas = thetas[(thetas >= smallest) & (thetas <= budget)]
     rows = list(kinds)
     lams = hull_multipliers(problem.time[rows], problem.memory[rows])
-    bounds = -lams[:, None] * (budget - thetas)
-    least_memory = np.zeros(thetas.size)
+    counts = {index: int(np.count_nonzero(problem.kinds == index)) for index in kinds}
+    lightest = {index: int(kind.memory.min()) for index, kind in kinds.items()}
+    room = budget - thetas - sum(counts[index] * lightest[index] for index in kinds)
+    bounds = -lams[:, None] * room
+    extra = np.zeros(thetas.size, dtype=np.int64)
     for index, kind in kinds.items():
-        count = int(np.count_nonzero(problem.kinds == index))
         order = np.argsort(kind.transient, kind="stable")
         upto = np.searchsorted(kind.transient[order], thetas, side="right") - 1
-        priced = kind.time[order] + lams[:, None] * kind.memory[order]
-        bounds += count * np.minimum.accumulate(priced, axis=1)[:, upto]
-        least_memory += count * np.minimum.accumulate(kind.memory[order])[upto]
-    fits = least_memory <= budget - thetas
+        memory = kind.memory[order] - lightest[index]
+        priced = kind.time[order] + lams[:, None] * memory
+        bounds += counts[index] * np.minimum.accumulate(priced, axis=1)[:, upto]
+        extra += counts[index] * np.minimum.accumulate(memory)[upto]
+    fits = extra <= room
     return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
 
 
@@ -122,9 +125,13 @@ class _PathSolver:
     """The problem without transients: Σ memory ≤ budget."""
 
     def __init__(self, problem: StageProblem, kinds: dict[int, Choices], theta: int, budget: int) -> None:
-        self.problem, self.budget = problem, budget
-        self.kinds = {index: kind.useful(theta) for index, kind in kinds.items()}
+        self.problem = problem
         self.sequence = problem.kinds.tolist()
+        tables = {index: kind.useful(theta) for index, kind in kinds.items()}
+        least = {index: int(table.memory.min()) for index, table in tables.items()}
+        # What every choice of a layer needs is taken off both sides, so that prices times bytes stay accurate.
+        self.kinds = {index: table.lighter(least[index]) for index, table in tables.items()}
+        self.budget = budget - sum(least[kind] for kind in self.sequence)
         self.layouts = problem.change.shape[1]
         self.lams = _FAN * self._best_multiplier()
         self.rest, self.bounds = self._completion_bounds()

@@ -3,7 +3,7 @@
 from galvatron.spec.cluster import Cluster, Device, Level, Link
 from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.spec.profile import LayerTime, ModelProfile
-from galvatron.spec.strategy import Axis, Digit, Kind, Layout, Strategy, gathered_digits, prime_factors
+from galvatron.spec.strategy import Axis, Digit, Kind, Layout, Strategy, gathered_digits, lines_up, prime_factors
 
 __all__ = [
     "Attention",
@@ -24,5 +24,6 @@ __all__ = [
     "TensorParallel",
     "Training",
     "gathered_digits",
+    "lines_up",
     "prime_factors",
 ]

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from galvatron.errors import InvalidInput
 
-__all__ = ["Axis", "Digit", "Kind", "Layout", "Strategy", "compatible", "gathered_digits", "prime_factors"]
+__all__ = ["Axis", "Digit", "Kind", "Layout", "Strategy", "compatible", "gathered_digits", "lines_up", "prime_factors"]
 
 
 class Kind(StrEnum):
@@ -55,7 +55,8 @@ class Digit:
 Layout = frozenset[Digit]
 """The digits that divide the batch: two layers with the same layout need no Slice-Gather between them."""
 
-_TEXT = re.compile(r"(?:(?P<axes>(?:s?dp|tp)\d+(?:-(?:s?dp|tp)\d+)*)|single)(?P<flags>(?:\+(?:rc|sp|zero2))*)")
+_AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
+_TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>(?:\+zero2)?(?:\+sp)?(?:\+rc)?)")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,11 @@ def gathered_digits(source: Layout, target: Layout) -> Layout:
     source∖target. Where the two layouts write ranks in different mixed radices no partial gather lines up, so all of
     the source is gathered first.
     """
-    bits = all(digit.radix == 2 for digit in source | target)
-    if bits or all(compatible(a, b) for a in source for b in target):
-        return source - target
-    return source
+    return source - target if lines_up(source, target) else source
+
+
+def lines_up(source: Layout, target: Layout) -> bool:
+    """Whether two layouts can be written in one mixed radix, so that slicing and gathering go digit by digit."""
+    if all(digit.block & (digit.block - 1) == 0 for digit in source | target):
+        return True  # bits of the rank
+    return all(compatible(a, b) for a in source for b in target)
