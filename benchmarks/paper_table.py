@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from galvatron.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
+from galvatron.plans.setup import PAPER_MICRO_BATCHES
 from galvatron.search import Problem, search
 from galvatron.search.combination import Combination, Layers
 from galvatron.search.cuts import CutRule, balanced_cuts
@@ -45,8 +46,6 @@ SPACES = {
 PURE = ("DP", "TP", "PP", "SDP")
 STEP = 8
 """Batch sizes of the table are multiples of it."""
-MICRO_BATCHES = 4
-"""Most micro-batches of a pipeline (fitted): the paper tuned them by hand and does not say where it ended."""
 LARGEST_BATCH = 256
 """Best batches are searched up to here; the table's largest is 216."""
 
@@ -139,7 +138,7 @@ class _Searched:
             schedule=Schedule.GPIPE,
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
-            max_micro_batches=MICRO_BATCHES,
+            max_micro_batches=PAPER_MICRO_BATCHES,
             cuts=CutRule.MEMORY,
         )
         optimum = search(problem)
@@ -179,7 +178,7 @@ class _PurePipeline:
     def _plan(self, budget: int, batch: int, positions: tuple[int, ...]) -> _Plan | None:
         times = []
         for micro_batches in divisors(batch):
-            if micro_batches <= MICRO_BATCHES:
+            if micro_batches <= PAPER_MICRO_BATCHES:
                 solved = Combination(
                     self.layers,
                     self.costs,

@@ -19,8 +19,12 @@ from galvatron.spec import Attention, Cluster, ModelProfile, ModelSpec, Precisio
 from galvatron.units import parse_bytes
 from galvatron.zoo import load_cluster, load_model, load_profile, paper_profile
 
-__all__ = ["Setup", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "request_for", "training_of"]
 
+PAPER_MICRO_BATCHES = 4
+"""Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
+
+_PAPER_STEP = 8
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -47,7 +51,8 @@ class Setup:
     hybrid_sharding: bool | None = None
     accumulation: bool | None = None
     paper: bool = False
-    """The paper's setting: GPipe, fp32, its models' attention, its space and pruning, the systems of its time."""
+    """The paper's setting: GPipe, fp32, its models' attention, its space and pruning, the systems of its time; unless
+    said otherwise also its guideline for cuts (by memory) and few micro-batches."""
 
 
 def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, setup: Setup) -> Request:
@@ -63,15 +68,15 @@ def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, se
         cluster=cluster,
         memory_bytes=None if setup.memory is None else parse_bytes(setup.memory, where="memory"),
         batch=setup.batch,
-        batch_step=setup.batch_step,
+        batch_step=_PAPER_STEP if setup.paper and setup.batch is None and not setup.batch_step else setup.batch_step,
         max_batch=setup.max_batch,
         space=setup.space,
         switches=_switches(setup, cluster),
         schedule=Schedule.GPIPE if setup.paper else _chosen(Schedule, setup.schedule, "schedule", Schedule.ONE_F_ONE_B),
-        cuts=_chosen(CutRule, setup.cuts, "cuts", CutRule.EXACT),
+        cuts=_chosen(CutRule, setup.cuts, "cuts", CutRule.MEMORY if setup.paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if setup.paper else GALVATRON,
         profile=_profile(setup, model, cluster),
-        max_micro_batches=setup.max_micro_batches,
+        max_micro_batches=setup.max_micro_batches or (PAPER_MICRO_BATCHES if setup.paper else None),
     )
 
 

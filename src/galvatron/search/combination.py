@@ -189,34 +189,35 @@ class Combination:
         if self.fixed:
             self._settle(self.fixed, np.inf)
             return self._solved_plan(self.fixed)
+        best = None
         while True:
             cuts = self._optimistic(cutoff)
             if cuts is None:
-                return None
-            if self._settle(cuts.positions, cutoff):
-                return self._solved_plan(cuts.positions)
+                return best
+            self._settle(cuts.positions, cutoff)
+            plan = self._solved_plan(cuts.positions)
+            if plan is not None and plan.iteration_ns < cutoff:
+                best, cutoff = plan, plan.iteration_ns
 
-    def _settle(self, positions: tuple[int, ...], cutoff: float) -> bool:
-        """Solve the stages between these positions as far as the cutoff asks; True when all were settled already.
+    def _settle(self, positions: tuple[int, ...], cutoff: float) -> None:
+        """Solve the stages between these positions as far as the cutoff asks.
 
         A stage is solved only up to the time at which, with the others at what is known of them, the iteration would
         reach the cutoff; when it cannot be faster, that much is noted as a bound.
         """
         spans = list(pairwise(positions))
         signatures = [self.layers.signature(begin, end) for begin, end in spans]
-        settled = True
         for stage, signature in enumerate(signatures):
             count = self.in_flight[stage]
             known = self._known(signature, count)
             if known is not None and known.settled:
                 continue
-            settled = False
             limit = cutoff if self.fixed else self._limit(stage, spans, cutoff)
             if known is None or known.time < limit:
                 self._note(signature, count, limit)
-            if not any(known.settled for known in [self._known(signature, count)] if known):
+            known = self._known(signature, count)
+            if known is None or not known.settled:
                 break  # this cut cannot beat the cutoff
-        return settled
 
     def _limit(self, stage: int, spans: list[tuple[int, int]], cutoff: float) -> float:
         """The time a stage must stay below for the iteration to stay below the cutoff."""

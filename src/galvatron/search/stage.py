@@ -74,7 +74,7 @@ def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> Stag
     """
     kinds = {
         int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
-        for kind in np.unique(problem.kinds)
+        for kind in dict.fromkeys(problem.kinds.tolist())
     }
     thetas, bounds = _transient_candidates(problem, kinds, budget)
     heap = [(float(bounds.min()), 0, len(thetas))] if len(thetas) else []
@@ -101,7 +101,7 @@ def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budg
     if any(kind.time.size == 0 for kind in kinds.values()):
         return [], np.empty(0)
     smallest = max(int(kind.transient.min()) for kind in kinds.values())
-    thetas = np.unique(np.concatenate([kind.transient for kind in kinds.values()]))
+    thetas = np.array(sorted({theta for kind in kinds.values() for theta in kind.transient.tolist()}))
     thetas = thetas[(thetas >= smallest) & (thetas <= budget)]
     rows = list(kinds)
     lams = hull_multipliers(problem.time[rows], problem.memory[rows])
@@ -178,7 +178,7 @@ class _PathSolver:
                 total += counts[kind] * (table.time + lams[:, None] * table.memory).min(axis=1)
             return total
 
-        lams = np.unique(np.concatenate([hull_multipliers(t.time[None], t.memory[None]) for t in self.kinds.values()]))
+        lams = np.concatenate([hull_multipliers(table.time[None], table.memory[None]) for table in self.kinds.values()])
         return float(lams[int(bound(lams).argmax())])
 
     def _completion_bounds(self) -> tuple[Floats, Floats]:
