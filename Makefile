@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 PLANNER := .venv/.planner
 DEV := .venv/.dev
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench pictures clean
 
 $(PLANNER): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,9 @@ lint: $(DEV)
 bench: $(DEV)
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/paper_table.py
+
+pictures: $(PLANNER)
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 def main() -> None:
     """A plan as the terminal shows it."""
     console = Console(record=True, width=110, file=(HERE / "plan.txt").open("w", encoding="utf-8"))
-    console.print("$ galvatron plan t5-large-48 --cluster titan-rtx-16 --memory 8GiB --batch 256")
-    console.print(plan_view(galvatron.plan("t5-large-48", "titan-rtx-16", memory="8GiB", batch=256)))
+    console.print("$ galvatron plan llama3-8b --cluster h100-8 --batch 128")
+    console.print(plan_view(galvatron.plan("llama3-8b", "h100-8", batch=128)))
     console.save_svg(str(HERE / "plan.svg"), title="galvatron")
     (HERE / "plan.txt").unlink()
 
