@@ -107,7 +107,7 @@ def time_shares(plan: Plan) -> dict[str, float]:
     seconds = {
         "compute": m * use.compute_s,
         "tensor-parallel communication": m * use.tp_s,
-        "gathering sharded parameters": m * use.sdp_s,
+        "gathering and scattering shards": m * use.sdp_s,
         "layout changes": m * use.layout_s,
         "transfers between stages": m * use.transfer_s,
         "gradient synchronisation": use.sync_s,

@@ -76,7 +76,8 @@ class Space:
 
     def _flagged(self, path: Strategy) -> list[Strategy]:
         has_dp, has_sdp = path.degree(Kind.DP) > 1, path.degree(Kind.SDP) > 1
-        zero2 = (False, True) if self.switches.zero2 and has_dp and not has_sdp else (False,)
+        shards = self.switches.zero2 and Kind.SDP in self.kinds  # a space without SDP shards nothing
+        zero2 = (False, True) if shards and has_dp and not has_sdp else (False,)
         sequence = (False, True) if self.switches.sequence_parallel and path.degree(Kind.TP) > 1 else (False,)
         recompute = (False, True) if self.switches.recompute else (False,)
         return [
