@@ -1,65 +1,108 @@
-"""Equal layers of one layout: counts of strategies against every multiset of them."""
+"""Equal layers of one layout: how many take each strategy, against a table over memory.
+
+What would break: a combination of strategies dropped because its reduced cost was rounded, or so many kept that memory
+runs out.
+"""
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
+import tracemalloc
 
 import numpy as np
+import pytest
+from search_oracles import Rng
 
 from galvatron.cost import Integers
-from galvatron.search.fill import fill
+from galvatron.search.fill import Filling, fill
 
 
-def _random_table(rng: np.random.Generator) -> tuple[Integers, Integers]:
-    """Strategies by growing memory and falling time, some of them on no edge of the hull."""
-    count = int(rng.integers(1, 7))
-    memory = np.sort(rng.choice(np.arange(1, 60), count, replace=False))
-    time = np.sort(rng.choice(np.arange(1, 80), count, replace=False))[::-1].copy()
+def _frontier(rng: Rng, strategies: int, top_time: int, top_memory: int) -> tuple[Integers, Integers]:
+    """Strategies of growing memory and falling time, some of them on one line, some above it."""
+    memory = np.sort(rng.choice(top_memory, min(strategies, top_memory), replace=False))
+    time = np.sort(rng.choice(top_time, len(memory), replace=False))[::-1]
+    if rng.random() < 0.3:
+        time = 2 * (memory[-1] - memory) + 1
     return time.astype(np.int64), memory.astype(np.int64)
 
 
-def _brute(time: Integers, memory: Integers, layers: int, budget: int) -> float:
-    choices = combinations_with_replacement(range(len(time)), layers)
-    totals = (sum(int(time[i]) for i in choice) for choice in choices if sum(int(memory[i]) for i in choice) <= budget)
-    return min(totals, default=np.inf)
+def _least_time(time: Integers, memory: Integers, layers: int, budget: int) -> int | None:
+    """Layer by layer over the memory used so far."""
+    reached = {0: 0}
+    for _ in range(layers):
+        after: dict[int, int] = {}
+        for used, spent in reached.items():
+            for more, longer in zip(memory.tolist(), time.tolist(), strict=True):
+                if used + more <= budget and spent + longer < after.get(used + more, 1 << 60):
+                    after[used + more] = spent + longer
+        reached = after
+    return min(reached.values(), default=None)
 
 
-def test_fill_finds_the_best_multiset() -> None:
-    """A multiset cheaper than the one found, or one that does not fit, would show here."""
-    rng = np.random.default_rng(20)
+def _check(filling: Filling, time: Integers, memory: Integers, layers: int, budget: int) -> None:
+    counts = np.array(filling.counts)
+    assert counts.min() >= 0
+    assert counts.sum() == layers
+    assert counts @ time == filling.time
+    assert counts @ memory <= budget
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_a_table_over_memory(seed: int) -> None:
+    """800 cases of up to 30 layers and 7 strategies; the cutoff is exclusive, as everywhere."""
+    rng = np.random.default_rng(seed)
     feasible = 0
-    for _ in range(800):
-        time, memory = _random_table(rng)
-        layers = int(rng.integers(0, 8))
-        budget = int(rng.integers(0, 60 * max(layers, 1)))
-        cutoff = float(rng.choice([np.inf, 60.0, 150.0]))
-        best = _brute(time, memory, layers, budget)
-        filling = fill(time, memory, layers, budget, cutoff)
-        if best >= cutoff:
-            assert filling is None
-            continue
-        feasible += 1
-        assert filling is not None
-        assert filling.time == best == np.dot(filling.counts, time)
-        assert sum(filling.counts) == layers
-        assert np.dot(filling.counts, memory) <= budget
-    assert feasible > 300
+    for _ in range(200):
+        top_time = int(rng.choice([10, 200, 10**6]))
+        time, memory = _frontier(rng, int(rng.integers(1, 8)), top_time, top_memory=int(rng.choice([8, 25])))
+        layers = int(rng.integers(0, 31))
+        budget = int(layers * (memory[0] + (memory[-1] - memory[0]) * rng.uniform(-0.1, 1.1)))
+        expected = _least_time(time, memory, layers, budget)
+        filling = fill(time, memory, layers, budget, 1 << 44)
+        assert (filling.time if filling else None) == expected
+        if filling is not None:
+            feasible += 1
+            _check(filling, time, memory, layers, budget)
+            assert fill(time, memory, layers, budget, filling.time) is None
+            again = fill(time, memory, layers, budget, filling.time + 1)
+            assert again is not None
+            assert again.time == filling.time
+    assert feasible > 100
 
 
-def test_fill_matches_a_table_on_many_layers() -> None:
-    """Hundreds of layers, where enumerating is hopeless: an exact table over every byte of a small budget."""
-    rng = np.random.default_rng(21)
-    for _ in range(10):
-        time, memory = _random_table(rng)
-        layers = 300
-        budget = int(rng.integers(int(memory[0]) * layers, int(memory[-1]) * layers + 1))
-        best = np.full(budget + 1, np.inf)
-        best[0] = 0.0
-        for _layer in range(layers):
-            longer = np.full(budget + 1, np.inf)
-            for t, m in zip(time.tolist(), memory.tolist(), strict=True):
-                longer[m:] = np.minimum(longer[m:], best[: budget + 1 - m] + t)
-            best = longer
-        filling = fill(time, memory, layers, budget, np.inf)
-        assert filling is not None
-        assert filling.time == best.min()
+@pytest.mark.xfail(strict=True, reason="the bound in floating point is off by more than half a unit")
+def test_memory_that_every_strategy_needs_changes_nothing() -> None:
+    """Gigabytes on top of each layer and of the budget leave the counts' time as it was, to the nanosecond."""
+    rng = np.random.default_rng(5)
+    for trial in range(300):
+        time, memory = _frontier(rng, int(rng.integers(2, 7)), top_time=20, top_memory=12)
+        time = time + int(10 ** rng.uniform(3, 7)) * (memory[-1] - memory)  # steep, with small differences on top
+        layers = int(rng.integers(1, 60))
+        budget = int(layers * (memory[0] + (memory[-1] - memory[0]) * rng.uniform(0, 1)))
+        base = int(10 ** rng.uniform(7, 9.5))
+        plain = fill(time, memory, layers, budget, 1 << 44)
+        lifted = fill(time, memory + base, layers, budget + base * layers, 1 << 44)
+        assert (plain.time if plain else None) == (lifted.time if lifted else None), trial
+
+
+@pytest.mark.parametrize(
+    ("strategies", "layers"),
+    [
+        pytest.param(8, 40, marks=pytest.mark.xfail(strict=True, reason="5 million combinations, 1.1 GB")),
+        pytest.param(11, 96, marks=pytest.mark.xfail(run=False, reason="would need all memory there is")),
+    ],
+)
+def test_strategies_on_one_line_do_not_multiply(strategies: int, layers: int) -> None:
+    """All trade time for memory at one rate, so any mixture of equal memory is as good: none may be listed twice."""
+    index = np.arange(strategies)
+    time, memory = 1000 * (strategies - 1 - index) + 500, 2 * index + 10
+    budget = layers * (10 + strategies - 1) + 1  # odd: the bound is never reached
+    tracemalloc.start()
+    try:
+        filling = fill(time, memory, layers, budget, 1 << 44)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert filling is not None
+    _check(filling, time, memory, layers, budget)
+    assert filling.time == 500 * layers + 1000 * (layers * (strategies - 1) // 2)
+    assert peak < 64 * 2**20

@@ -60,6 +60,23 @@ def test_equals_the_table_on_larger_stages(seed: int) -> None:
         assert solved_time(problem, budget) == (table.time if table else None)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_table_on_long_runs_of_equal_layers(seed: int) -> None:
+    """90 stages of up to 70 layers, most of them equal: what treats such layers together must not lose a mixture."""
+    rng = np.random.default_rng((6, seed))
+    for _ in range(30):
+        layers, strategies = int(rng.integers(24, 71)), int(rng.integers(2, 11))
+        top_time = int(rng.choice([4, 30, 100_000]))
+        problem = random_stage(rng, layers, strategies, top_time=top_time, top_memory=int(rng.choice([4, 30])))
+        others = rng.integers(0, layers, int(rng.integers(0, 5)))
+        kinds = np.zeros(layers, dtype=np.int64)
+        kinds[others] = rng.integers(0, len(problem.time), len(others))
+        problem = replace(problem, kinds=kinds, change=problem.change * int(rng.choice([1, 10])))
+        budget = binding_budget(rng, problem)
+        table = solve_stage_by_table(problem, budget)
+        assert solved_time(problem, budget) == (table.time if table else None)
+
+
 def test_a_coarser_table_never_beats_the_solver() -> None:
     """Rounding memory up gives plans that fit, so none may be faster than the optimum."""
     rng = np.random.default_rng(2)
