@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import galvatron
 from galvatron import InvalidInput, Plan, PlanMismatch
+from galvatron.plans.explain import request_of
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,18 @@ def _edited(plan: Plan, *path: str | int, value: Any) -> str:
         (("surprise",), 1, "surprise"),
         (("stages", 0, "layers", 0, "note"), "hi", "stages[0].layers[0].note"),
         (("certificate", "gap"), None, "certificate.gap"),
+        (("certificate", "gap"), -0.5, "certificate"),
+        (("certificate", "lower_bound_s"), 1e9, "certificate"),
+        (("bubble_s",), -5.0, "bubble_s"),
+        (("stages", 0, "time", "compute_s"), -7.0, "bubble_s or stages[].time"),
+        (("stages", 0, "memory", "states"), -7, "stages[0].memory_bytes"),
+        (("stages", 0, "memory_bytes"), 1, "stages[0].memory_bytes"),
+        (("model", "parameters"), 3, "model.parameters"),
+        (("space", "cuts"), "foo", "space.cuts"),
+        (("space", "conventions"), "foo", "space.conventions"),
+        (("space", "name"), "foo", "space 'foo'"),
+        (("space", "batches"), [], "space.batches"),
+        (("space", "batches"), [8], "space.batches"),
     ],
 )
 def test_wrong_fields_are_named(plan: Plan, folder: Path, path: tuple[str | int, ...], value: Any, field: str) -> None:
@@ -138,7 +151,8 @@ _JUNK = st.one_of(
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_plans_never_pass_silently(plan: Plan, folder: Path, data: st.DataObject) -> None:
-    """Drop, replace or add anything: either the error names the file, or what was read says just what the file says."""
+    """Drop, replace or add anything: either the error names the file, or what was read says just what the file says and
+    can be explained."""
     raw = json.loads(plan.to_json())
     original = copy.deepcopy(raw)
     path = data.draw(st.sampled_from(_leaves(raw)))
@@ -157,6 +171,8 @@ def test_mutated_plans_never_pass_silently(plan: Plan, folder: Path, data: st.Da
         text = text[: data.draw(st.integers(0, len(text) - 1))]
     loaded = _read(_write(folder, text))
     assert loaded is None or json.loads(loaded.to_json()) == raw or raw == original
+    if loaded is not None:
+        request_of(loaded)
 
 
 def _read(path: Path) -> Plan | None:

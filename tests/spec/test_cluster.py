@@ -64,9 +64,26 @@ TWO_NODES_RAILS = cluster((8, FAST, False), (2, SLOW, False))
     ],
 )
 def test_groups_on_two_nodes_of_eight(strategy: str, kind: Kind, shared: float, lanes: float) -> None:
-    crosses = shared != FAST
-    assert link(TWO_NODES_SHARED, strategy, kind) == (shared, 2.0 if crosses else 1.0)
-    assert link(TWO_NODES_RAILS, strategy, kind) == (lanes, 2.0 if crosses else 1.0)
+    assert link(TWO_NODES_SHARED, strategy, kind)[0] == shared
+    assert link(TWO_NODES_RAILS, strategy, kind)[0] == lanes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "steps"),
+    [
+        ("dp2-tp8", Kind.TP, 3 * 1.0),  # a tree over the 8 of a node
+        ("dp2-tp8", Kind.DP, 1 * 2.0),  # one hop to the other node
+        ("sdp16", Kind.SDP, 3 * 1.0 + 1 * 2.0),
+        ("tp8-dp2", Kind.TP, 2 * 1.0 + 1 * 2.0),  # 4 in each node, 2 nodes
+    ],
+)
+def test_a_pass_over_a_group_takes_a_tree_inside_and_a_ring_between(strategy: str, kind: Kind, steps: float) -> None:
+    assert link(TWO_NODES_SHARED, strategy, kind)[1] == steps
+
+
+def test_a_ring_passes_every_node() -> None:
+    """128 nodes are 127 hops, not 7: what makes sharding over a thousand devices slow."""
+    assert link(cluster((8, FAST, False), (128, SLOW, False)), "sdp1024", Kind.SDP)[1] == 3 * 1.0 + 127 * 2.0
 
 
 def test_lanes_cannot_outrun_the_links_inside_a_node() -> None:
@@ -102,11 +119,11 @@ def test_twenty_four_devices_in_three_nodes_of_eight(strategy: str, kind: Kind, 
 
 def test_a_tree_of_shared_uplinks_is_as_slow_as_its_narrowest_crossing() -> None:
     tree = cluster((2, 4.0, False), (2, 6.0, True), (2, 5.0, True))
-    assert link(tree, "dp4-tp2", Kind.TP) == (4.0, 1.0)  # pairs
-    assert link(tree, "dp2-tp4", Kind.TP) == (4.0, 2.0)  # a quad fills its uplink: 6, but the lanes give 4
-    assert link(tree, "dp2-tp4", Kind.DP) == (5.0 / 4, 3.0)  # {i, i + 4}: four of them leave a quad
-    assert link(tree, "dp2-tp2-sdp2", Kind.TP) == (3.0, 2.0)  # {0, 2}, {1, 3}: two leave a pair
-    assert link(tree, "sdp8", Kind.SDP) == (4.0, 3.0)
+    assert link(tree, "dp4-tp2", Kind.TP)[0] == 4.0  # pairs
+    assert link(tree, "dp2-tp4", Kind.TP)[0] == 4.0  # a quad fills its uplink: 6, but the lanes give 4
+    assert link(tree, "dp2-tp4", Kind.DP)[0] == 5.0 / 4  # {i, i + 4}: four of them leave a quad
+    assert link(tree, "dp2-tp2-sdp2", Kind.TP)[0] == 3.0  # {0, 2}, {1, 3}: two leave a pair
+    assert link(tree, "sdp8", Kind.SDP) == (4.0, 1.0 + 2.0 + 3.0)
 
 
 def test_a_group_of_one_has_no_limit() -> None:

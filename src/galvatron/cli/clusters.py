@@ -24,6 +24,6 @@ def command(
     if as_json:
         opt.print_json([{**asdict(each), "devices": each.devices} for each in clusters])
         return
-    from galvatron.plans.facts import clusters_view, links_view
+    from galvatron.plans.tables import clusters_view, links_view
 
     opt.show(links_view(clusters[0]) if cluster else clusters_view(clusters))

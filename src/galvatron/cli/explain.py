@@ -28,6 +28,14 @@ def command(
                 "time_shares": time_shares(explanation.plan),
                 "memory_budget_bytes": explanation.plan.memory_budget_bytes,
                 "stages": [{"memory_bytes": stage.memory_bytes} for stage in explanation.plan.stages],
+                "layers": [
+                    {"index": layer.index, "layer": layer.layer, "strategy": layer.strategy, "why": reason}
+                    for layer, reason in zip(
+                        (layer for stage in explanation.plan.stages for layer in stage.layers),
+                        explanation.reasons,
+                        strict=True,
+                    )
+                ],
                 "spaces": [
                     {
                         "space": rival.space,
@@ -37,7 +45,7 @@ def command(
                     }
                     for rival in explanation.rivals
                 ],
-                "one_more_gib": {"throughput": more.throughput, "batch": more.batch} if more else None,
+                "one_more_gib": {"throughput": more.throughput, "batch": more.batch},
             }
         )
         return

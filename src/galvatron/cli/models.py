@@ -39,6 +39,6 @@ def command(
             ]
         )
         return
-    from galvatron.plans.facts import layers_view, models_view
+    from galvatron.plans.tables import layers_view, models_view
 
     opt.show(layers_view(specs[0]) if model else models_view(specs))

@@ -15,25 +15,18 @@ Floats = NDArray[np.float64]
 
 
 class GroupLinks:
-    """What the groups of one axis get, an entry a strategy: size, ring bandwidth, latency of a step."""
+    """What the groups of one axis get, an entry a strategy: size, ring bandwidth, latency of a pass over the group."""
 
-    __slots__ = ("_steps_s", "bytes_per_s", "share", "size")
+    __slots__ = ("bytes_per_s", "latency_s", "share", "size")
 
     def __init__(self, size: Floats, bytes_per_s: Floats, latency_s: Floats) -> None:
-        self.size = size
-        self.bytes_per_s = bytes_per_s
+        self.size, self.bytes_per_s, self.latency_s = size, bytes_per_s, latency_s
         self.share = (size - 1) / size
-        self._steps_s = np.ceil(np.log2(size)) * latency_s
-
-    @property
-    def steps_s(self) -> Floats:
-        """Latency of one pass over the group; it grows with the logarithm, as NCCL uses trees for small messages."""
-        return self._steps_s
 
 
 def all_gather_s(message_bytes: Floats, group: GroupLinks) -> Floats:
     """All-gather or reduce-scatter: each rank moves (g−1)/g of the message."""
-    seconds: Floats = message_bytes * group.share / group.bytes_per_s + group.steps_s
+    seconds: Floats = message_bytes * group.share / group.bytes_per_s + group.latency_s
     return seconds
 
 

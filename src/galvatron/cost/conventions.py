@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GALVATRON", "PAPER_SYSTEMS", "Conventions"]
+__all__ = ["CONVENTIONS", "GALVATRON", "PAPER_SYSTEMS", "Conventions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,8 @@ class Conventions:
     gather_ahead: bool
     """Whether SDP gathers the next layer's parameters beside forward computation (else forward waits for them)."""
     gathered_copies: int
-    """Under SDP, whole copies of a layer's parameters while it runs backward: gathered, prefetched, their gradient."""
+    """Under SDP, whole copies of a layer's parameters while it runs backward: gathered, and the next one's prefetched;
+    with any of them also the layer's whole gradient, in fp32 as it is reduced."""
     largest_layers_kept: int
     """Under SDP, gather buffers as large as the model's largest layer that the allocator keeps all the time."""
     pipeline_transients: int
@@ -28,8 +29,9 @@ class Conventions:
 
 
 GALVATRON = Conventions(
-    name="galvatron", gather_ahead=True, gathered_copies=3, largest_layers_kept=0, pipeline_transients=1
+    name="galvatron", gather_ahead=True, gathered_copies=2, largest_layers_kept=0, pipeline_transients=1
 )
 PAPER_SYSTEMS = Conventions(
     name="paper", gather_ahead=False, gathered_copies=0, largest_layers_kept=1, pipeline_transients=2
 )
+CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)

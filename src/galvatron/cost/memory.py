@@ -12,10 +12,12 @@ from galvatron.cost.communication import Floats
 from galvatron.cost.conventions import Conventions
 from galvatron.spec import Precision
 
-__all__ = ["STATE_BYTES", "activation_bytes", "state_bytes", "transient_bytes"]
+__all__ = ["GRADIENT_BYTES", "STATE_BYTES", "activation_bytes", "state_bytes", "transient_bytes"]
 
 STATE_BYTES = 16
 """Of one parameter with Adam: fp32 value, gradient and two moments."""
+GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32, whatever the working precision."""
 
 
 def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
@@ -51,9 +53,10 @@ def transient_bytes(
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     work = layers.transient_bytes / split + strategies.recompute * _full_activation_bytes(layers, strategies)
     sharded = strategies.sdp.size > 1
-    copies = np.where(sharded, conventions.gathered_copies, strategies.zero2 * 1)
+    copies = sharded * conventions.gathered_copies * precision.bytes
+    gradient = ((copies > 0) | strategies.zero2) * GRADIENT_BYTES
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
-    total: Floats = samples * work + (parameters * copies + kept) * precision.bytes
+    total: Floats = samples * work + parameters * (copies + gradient) + kept * precision.bytes
     return total
 
 

@@ -25,7 +25,6 @@ __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables
 Integers = NDArray[np.int64]
 NEVER = 1 << 44
 """Nanoseconds or bytes of what cannot be done; sums of thousands still fit an int64."""
-_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +114,8 @@ class StageCosts:
 
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
-        gradient_scatter = all_gather_s(parameters * _GRADIENT_BYTES, arrays.sdp)
-        zero2_scatter = arrays.zero2 * all_gather_s(parameters * _GRADIENT_BYTES, arrays.dp)
+        gradient_scatter = all_gather_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
+        zero2_scatter = arrays.zero2 * all_gather_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
         slowdown = cluster.overlap_slowdown
         if conventions.gather_ahead:
@@ -129,7 +128,7 @@ class StageCosts:
         sync = np.where(
             arrays.zero2,
             all_gather_s(parameters * precision.bytes, arrays.dp),
-            all_reduce_s(shard * _GRADIENT_BYTES, arrays.dp),
+            all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp),
         )
         sync_exposed = overlapped_s(backward, each_backward + sync, slowdown) - backward_with_scatter
         return LayerCosts(
@@ -146,7 +145,7 @@ class StageCosts:
         if link is None or not layers.tied_parameters.any():
             return np.zeros((1, 1))
         pair = GroupLinks(np.array([2.0]), np.array([link.bytes_per_s]), np.array([link.latency_s]))
-        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * _GRADIENT_BYTES
+        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * memory.GRADIENT_BYTES
         seconds: Floats = np.where(layers.tied_parameters > 0, all_reduce_s(size, pair), 0.0)
         return seconds
 

@@ -36,7 +36,7 @@ def layout_rates(layouts: Sequence[Layout], cluster: Cluster) -> tuple[Floats, F
                 parts = math.prod(digit.radix for digit in after) if lines_up(before, after) else 1
                 link = cluster.link(digits)
                 per_byte[i, j] += (group - 1) / group / parts / link.bytes_per_s
-                fixed[i, j] += math.ceil(math.log2(group)) * link.latency_s
+                fixed[i, j] += link.latency_s
     return per_byte, fixed
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from galvatron.errors import Infeasible
+from galvatron.errors import GalvatronError, Infeasible, InvalidInput
+from galvatron.plans.obstacles import feasible_batch, impossibility
 from galvatron.plans.plan import Plan
 from galvatron.plans.planner import Request, default_batch_step, try_plan
-from galvatron.search import search
+from galvatron.search import least_budget
 from galvatron.spec import Attention, Level, Precision
-from galvatron.units import MIB, format_bytes
+from galvatron.units import format_bytes
 
 __all__ = ["make_plan", "smallest_budget"]
 
@@ -22,44 +23,32 @@ def make_plan(request: Request) -> Plan:
     return plan
 
 
-def smallest_budget(request: Request) -> int | None:
-    """The least memory a device needs for any plan of the request to fit, to a MiB; None: no memory is enough.
-
-    Batches are tried smallest first, because less fits with more samples.
-    """
-    problem = replace(request.problem(), batches=request.batches[:1])
-    high = 1
-    while search(replace(problem, budget=high * MIB)) is None:
-        high *= 4
-        if high * MIB > 1 << 43:
-            return None
-    low = high // 4
-    while high - low > 1:
-        middle = (low + high) // 2
-        if search(replace(problem, budget=middle * MIB)) is None:
-            low = middle
-        else:
-            high = middle
-    return high * MIB + request.cluster.reserved_bytes
+def smallest_budget(request: Request) -> tuple[int, int] | None:
+    """(bytes, batch): the least memory a device needs, for the smallest batch that can be divided at all; None: no
+    memory is enough."""
+    batch = feasible_batch(request)
+    if batch is None:
+        return None
+    least = least_budget(replace(request.problem(), batches=(batch,)))
+    return None if least is None else (least + request.cluster.reserved_bytes, batch)
 
 
-def _explained(request: Request) -> Infeasible:
+def _explained(request: Request) -> GalvatronError:
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
-    what = f"{model.name} does not fit on {devices} with {format_bytes(request.budget_bytes)} each"
-    if request.batch is not None:
-        what += f" at batch {request.batch}"
-    if request.space != "full":
-        what += f" in space {request.space!r}"
+    where = "" if request.space == "full" else f" in space {request.space!r}"
     least = smallest_budget(request)
     if least is None:
-        return Infeasible(
-            f"{what}: no amount of memory helps, because no strategy divides this batch and these layers evenly.",
-            advice=("use a batch that the data degrees and micro-batches divide, such as a multiple of the devices",),
-        )
-    batch = request.batch or request.batches[0]
+        batch = f"batch: {request.batch}: " if request.batch else ""
+        return InvalidInput(f"{batch}{model.name} cannot run on {devices}{where}: {impossibility(request)}")
+    needed, batch_size = least
+    what = f"{model.name} does not fit on {devices} with {format_bytes(request.budget_bytes)} each{where}"
+    if request.batch is not None:
+        what += f" at batch {request.batch}"
+    if request.budget_bytes <= cluster.reserved_bytes:
+        what += f" ({format_bytes(cluster.reserved_bytes)} are reserved before any tensor)"
     return Infeasible(
-        f"{what}: the smallest budget that fits is {format_bytes(least)} ({least} bytes) at batch {batch}.",
+        f"{what}: the smallest budget that fits is {format_bytes(needed)} ({needed} bytes) at batch {batch_size}.",
         advice=tuple(_remedies(request)),
     )
 
@@ -70,7 +59,7 @@ def _remedies(request: Request) -> list[str]:
     if request.batch is not None and request.batch > 1:
         smaller = [batch for batch in range(1, request.batch) if request.batch % batch == 0 or batch % 8 == 0]
         for batch in reversed(smaller[-24:]):
-            if search(replace(request, batch=batch).problem()) is not None:
+            if _fits(replace(request, batch=batch)):
                 found.append(f"a smaller batch: {batch} fits (--batch {batch})")
                 break
     switches = request.effective_switches
@@ -95,8 +84,8 @@ def _remedies(request: Request) -> list[str]:
 
 
 def _fits(request: Request) -> bool:
-    problem = request.problem()
-    return search(replace(problem, batches=problem.batches[:1])) is not None
+    least = smallest_budget(request)
+    return least is not None and least[0] <= request.budget_bytes
 
 
 def _more_devices(request: Request, factor: int) -> Request:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from galvatron.errors import InvalidInput
+from galvatron.plans.obstacles import feasible_batch
 from galvatron.plans.plan import Plan
 from galvatron.plans.planner import Request, try_plan
 from galvatron.space import SPACES
@@ -40,6 +41,9 @@ def compare(request: Request, budgets: Sequence[int]) -> Comparison:
 def _cell(request: Request, space: str, budget: int) -> Cell:
     asked = replace(request, space=space, memory_bytes=budget)
     try:
-        return Cell(space, budget, try_plan(asked))
+        plan = try_plan(asked)
+        if plan is None and feasible_batch(asked) is None:
+            return Cell(space, budget, None, "not possible")
+        return Cell(space, budget, plan)
     except InvalidInput:
         return Cell(space, budget, None, "not possible")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from galvatron.cost import GALVATRON, PAPER_SYSTEMS, Schedule
+import numpy as np
+
+from galvatron.cost import CONVENTIONS, NEVER, Schedule
 from galvatron.errors import InvalidInput
 from galvatron.plans.advice import smallest_budget
+from galvatron.plans.obstacles import impossibility
 from galvatron.plans.plan import Plan
 from galvatron.plans.planner import Request, try_plan
 from galvatron.search import CutRule
 from galvatron.space import SPACES, Switches
-from galvatron.units import GIB, format_bytes
+from galvatron.units import GIB, format_bytes, format_seconds
 
 __all__ = ["Explanation", "Rival", "explain", "request_of", "rivals", "time_shares"]
 
@@ -32,25 +35,52 @@ class Explanation:
 
     plan: Plan
     rivals: tuple[Rival, ...]
-    one_more_gib: Plan | None
-    """The best plan with one GiB more on each device; None where the device has no more."""
+    reasons: tuple[str, ...]
+    """Why each layer has its strategy, in the order of the model."""
+    one_more_gib: Plan
+    """The best plan with one GiB more on each device, even where no such device is sold."""
 
 
 def explain(plan: Plan) -> Explanation:
     request = request_of(plan)
     more = request.budget_bytes + GIB
-    roomier = None
-    if more <= request.cluster.device.memory_bytes:
-        roomier = try_plan(replace(request, memory_bytes=more))
-    return Explanation(plan, rivals(request), roomier)
+    device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
+    roomier = try_plan(replace(request, cluster=replace(request.cluster, device=device), memory_bytes=more))
+    return Explanation(plan, rivals(request), _reasons(plan, request), roomier or plan)
+
+
+def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
+    """For each layer: the strategy that would be fastest by itself, what it would gain, and what it would cost."""
+    problem = request.problem()
+    space, model = problem.space, request.model
+    strategies = space.strategies(request.cluster.devices // plan.pipeline_degree)
+    costs = problem.cost.stage(strategies, plan.pipeline_degree)
+    tables = costs.tables(np.array(plan.micro_batch), np.array(plan.micro_batches))
+    names = [str(strategy) for strategy in strategies]
+    rows = {kind.name: row for row, kind in enumerate(model.kinds)}
+    reasons = []
+    for stage in plan.stages:
+        memory = tables.state_bytes + stage.in_flight * tables.activation_bytes
+        for layer in stage.layers:
+            row, chosen = rows[layer.layer], names.index(layer.strategy)
+            time = np.where(tables.time_ns[row] < NEVER, tables.time_ns[row], 2 * NEVER)
+            fastest = int(time.argmin())
+            gain_s = float(time[chosen] - time[fastest]) * plan.micro_batches / 1e9
+            extra = int(memory[row, fastest] - memory[row, chosen])
+            saves = f"would save {format_seconds(gain_s)} an iteration"
+            if gain_s <= 0:
+                reasons.append("the fastest for this layer")
+            elif extra > 0:
+                reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
+            else:
+                reasons.append(f"{names[fastest]} alone {saves}, but costs more in changes of layout or at the peak")
+    return tuple(reasons)
 
 
 def request_of(plan: Plan) -> Request:
     """The request a plan answers, from the facts it carries."""
     space = plan.space
-    conventions = next((each for each in (GALVATRON, PAPER_SYSTEMS) if each.name == space.conventions), None)
-    if conventions is None:
-        raise InvalidInput(f"space.conventions: {space.conventions!r} is unknown")
+    conventions = next(each for each in CONVENTIONS if each.name == space.conventions)
     fixed = len(space.batches) == 1
     return Request(
         model=plan.model.spec(),
@@ -93,8 +123,8 @@ def _obstacle(request: Request, plan: Plan | None) -> str:
     if plan is None:
         least = smallest_budget(request)
         if least is None:
-            return "no batch searched can be divided that way"
-        return f"does not fit: needs {format_bytes(least)} at batch {request.batches[0]}"
+            return f"not possible: {impossibility(request)}"
+        return f"does not fit: needs {format_bytes(least[0])} at batch {least[1]}"
     name, share = max(time_shares(plan).items(), key=lambda item: item[1] if item[0] != "compute" else -1.0)
     fullest = plan.memory_bytes / plan.memory_budget_bytes
     return f"{share:.0%} of the time goes to {name}; memory {fullest:.0%} full"

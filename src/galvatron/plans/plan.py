@@ -29,6 +29,7 @@ __all__ = [
     "PlannedStage",
     "SpaceFacts",
     "TimeUse",
+    "layer_runs",
 ]
 
 FORMAT_VERSION = 1

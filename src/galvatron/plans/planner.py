@@ -28,7 +28,8 @@ __all__ = ["Request", "default_batch_step", "try_plan"]
 
 _SAMPLES_PER_DEVICE = 64
 """Largest batch searched by default, for each device: beyond it throughput hardly grows."""
-_STEPS = 64
+_LARGEST_BATCH = 1 << 22
+_MOST_BATCHES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,22 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
+        for name in ("batch", "max_batch", "batch_step"):
+            value = getattr(self, name)
+            if value is not None and value > _LARGEST_BATCH:
+                raise InvalidInput(
+                    f"{name.replace('_', '-')}: {value} given; at most {_LARGEST_BATCH} samples are planned"
+                )
+        if not self.batches:
+            raise InvalidInput(
+                f"max-batch: {self.max_batch} given, but batches are searched in steps of {self.batch_step}, so there "
+                "is none; give a smaller batch-step or a larger max-batch"
+            )
+        if len(self.batches) > _MOST_BATCHES:
+            raise InvalidInput(
+                f"batch-step: more than {_MOST_BATCHES} batches would be searched; give a larger batch-step or a "
+                "smaller max-batch"
+            )
         if self.batch is not None and (self.batch_step is not None or self.max_batch is not None):
             raise InvalidInput("batch and batch-step (or max-batch) contradict each other: a fixed batch has no steps")
         if self.budget_bytes > self.cluster.device.memory_bytes:
@@ -78,7 +95,7 @@ class Request:
             return (self.batch,)
         step = self.batch_step or default_batch_step(self.cluster.devices)
         limit = self.max_batch or max(_SAMPLES_PER_DEVICE * self.cluster.devices, step)
-        return tuple(range(step, limit + 1, step))
+        return tuple(range(step, min(limit, step * (_MOST_BATCHES + 1)) + 1, step))
 
     @property
     def effective_switches(self) -> Switches:
@@ -100,8 +117,8 @@ class Request:
 
 
 def default_batch_step(devices: int) -> int:
-    """Eight, as in the paper; on large clusters wider, so that as many sizes are tried as there."""
-    return max(8, devices * _SAMPLES_PER_DEVICE // _STEPS) if devices > 16 else 8
+    """Eight, as in the paper; on large clusters one sample a device."""
+    return devices if devices > 16 else 8
 
 
 def try_plan(request: Request) -> Plan | None:
@@ -132,6 +149,8 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
             )
         )
     iteration_s = optimum.solved.iteration_ns / 1e9
+    throughput = optimum.batch / optimum.solved.iteration_ns
+    lower_bound_s = iteration_s * min(1.0, throughput / max(throughput, optimum.proof.rest_bound))
     slowest_ns = max(stage.time for stage in optimum.solved.stages)
     switches, proof = request.effective_switches, optimum.proof
     return Plan(
@@ -156,8 +175,8 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
         bubble_s=(optimum.solved.iteration_ns - optimum.micro_batches * slowest_ns) / 1e9,
         stages=tuple(stages),
         certificate=Certificate(
-            lower_bound_s=iteration_s,
-            gap=0.0,
+            lower_bound_s=lower_bound_s,
+            gap=iteration_s / lower_bound_s - 1,
             combinations=proof.combinations,
             opened=proof.opened,
             solved=proof.solved,

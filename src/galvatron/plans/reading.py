@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from galvatron.cost.pipeline import Schedule, in_flight
+from galvatron.cost import CONVENTIONS, Schedule, in_flight
 from galvatron.errors import InvalidInput, PlanMismatch
 from galvatron.plans.plan import FORMAT_VERSION, Plan
-from galvatron.spec import Strategy
+from galvatron.search import CutRule
+from galvatron.space import space_named
+from galvatron.spec import Kind, LayerSpec, Strategy
 
 __all__ = ["read_plan"]
 
@@ -105,11 +108,34 @@ def _check(plan: Plan) -> None:
         raise PlanMismatch(f"cluster.digest: {plan.cluster.digest!r} does not match its facts ({cluster.digest!r})")
     if plan.cluster.devices != cluster.devices:
         raise InvalidInput(f"cluster.devices: {plan.cluster.devices} given, but its levels make {cluster.devices}")
+    if model.parameters != plan.model.parameters:
+        raise InvalidInput(f"model.parameters: {plan.model.parameters} given, but the layers have {model.parameters}")
+    _check_space(plan)
     _check_numbers(plan)
-    _check_stages(plan, [layer.name for layer in model.layers])
+    _check_stages(plan, model.layers)
+
+
+def _check_space(plan: Plan) -> None:
+    space = plan.space
+    space_named(space.name)
+    for name, value, known in (
+        ("cuts", space.cuts, list(CutRule)),
+        ("conventions", space.conventions, [each.name for each in CONVENTIONS]),
+    ):
+        if value not in known:
+            raise InvalidInput(f"space.{name}: {value!r} is not one of {', '.join(known)}")
+    if plan.batch not in space.batches or min(space.batches) < 1:
+        raise InvalidInput(f"space.batches: they do not hold the plan's batch of {plan.batch}")
+    if plan.profile is not None and any(not 0 < time.forward_s < 1e6 for time in plan.profile.times):
+        raise InvalidInput("profile.times: forward times must be positive seconds")
 
 
 def _check_numbers(plan: Plan) -> None:
+    certificate = plan.certificate
+    if certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s:
+        raise InvalidInput("certificate: the bound must be positive and no more than iteration_s, the gap not negative")
+    if plan.bubble_s < 0 or any(min(asdict(stage.time).values()) < 0 or stage.time_s <= 0 for stage in plan.stages):
+        raise InvalidInput("bubble_s or stages[].time: a time is negative")
     if plan.schedule not in list(Schedule):
         raise InvalidInput(f"schedule: {plan.schedule!r} is not one of {', '.join(Schedule)}")
     if plan.batch < 1 or plan.micro_batches < 1 or plan.batch % plan.micro_batches:
@@ -120,7 +146,7 @@ def _check_numbers(plan: Plan) -> None:
         )
 
 
-def _check_stages(plan: Plan, layers: list[str]) -> None:
+def _check_stages(plan: Plan, layers: tuple[LayerSpec, ...]) -> None:
     if not plan.stages or plan.cluster.devices % len(plan.stages):
         raise InvalidInput(f"stages: {len(plan.stages)} stages do not divide {plan.cluster.devices} devices equally")
     size = plan.cluster.devices // len(plan.stages)
@@ -135,23 +161,38 @@ def _check_stages(plan: Plan, layers: list[str]) -> None:
             raise InvalidInput(f"stages[{p}].in_flight: {stage.in_flight} given, {plan.schedule} holds {expected}")
         for index, layer in enumerate(stage.layers):
             where = f"stages[{p}].layers[{index}]"
-            if position >= len(layers) or layer.index != position or layer.layer != layers[position]:
+            if position >= len(layers) or layer.index != position or layer.layer != layers[position].name:
                 raise InvalidInput(f"{where}: layer {layer.index} ({layer.layer!r}) is not next in the model")
-            _check_strategy(plan, layer.strategy, size, where)
+            _check_strategy(plan, layers[position], layer.strategy, size, where)
             position += 1
+        use = asdict(stage.memory)
+        if min(use.values()) < 0 or sum(use.values()) != stage.memory_bytes:
+            raise InvalidInput(f"stages[{p}].memory_bytes: {stage.memory_bytes} is not the sum of stages[{p}].memory")
         if stage.memory_bytes > plan.memory_budget_bytes:
             raise InvalidInput(f"stages[{p}].memory_bytes: {stage.memory_bytes} is above the budget")
     if position != len(layers):
         raise InvalidInput(f"stages: they hold {position} of the model's {len(layers)} layers")
 
 
-def _check_strategy(plan: Plan, text: str, size: int, where: str) -> None:
+def _check_strategy(plan: Plan, layer: LayerSpec, text: str, size: int, where: str) -> None:
     try:
         strategy = Strategy.parse(text)
     except InvalidInput as error:
         raise InvalidInput(f"{where}.strategy: {error}") from error
     if strategy.devices != size:
         raise InvalidInput(f"{where}.strategy: {text!r} is for {strategy.devices} devices, the stage has {size}")
+    if not layer.allows_tensor_parallel(strategy.degree(Kind.TP)):
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} splits {layer.name!r} by a degree that its heads do not divide by"
+        )
+    space = plan.space
+    for flag, used, on in (
+        ("recompute", strategy.recompute, space.recompute),
+        ("sequence_parallel", strategy.sequence_parallel, space.sequence_parallel),
+        ("zero2", strategy.zero2, space.zero2),
+    ):
+        if used and not on:
+            raise InvalidInput(f"{where}.strategy: {text!r} uses {flag}, which space.{flag} says was off")
     if plan.micro_batch % strategy.data_degree:
         raise InvalidInput(
             f"{where}.strategy: {text!r} divides the batch by {strategy.data_degree}, "

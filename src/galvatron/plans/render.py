@@ -44,11 +44,27 @@ def plan_view(plan: Plan) -> RenderableType:
     )
     proof = plan.certificate
     certificate = Text(
-        f"proven best of the {plan.space.name!r} space: gap {proof.gap:g}, {proof.combinations} combinations bounded, "
-        f"{proof.solved} solved exactly",
+        f"proven best of the {plan.space.name!r} space{_rules(plan)}: gap {proof.gap:g}, {proof.combinations} "
+        f"combinations bounded, {proof.solved} solved exactly",
         style="dim",
     )
-    return Group(title, numbers, _strips(plan), _legend(plan), certificate)
+    notes = []
+    if len(plan.space.batches) > 1 and plan.batch > 0.9 * plan.space.batches[-1]:
+        notes.append(Text("the batch is about the largest searched; fix yours with --batch", style="dim"))
+    return Group(title, numbers, _strips(plan), _legend(plan), certificate, *notes)
+
+
+def _rules(plan: Plan) -> str:
+    """What else bounded the search: extensions that were on, a guideline for cuts, a limit on micro-batches."""
+    space = plan.space
+    names = ("recompute", "sequence_parallel", "zero2", "hybrid_sharding", "accumulation")
+    on = [name.replace("_", " ") for name in names if getattr(space, name)]
+    rules = [f"with {', '.join(on)}"] if on else []
+    if space.cuts != "exact":
+        rules.append(f"cuts by {space.cuts}")
+    if space.max_micro_batches is not None:
+        rules.append(f"at most {space.max_micro_batches} micro-batches")
+    return f" ({'; '.join(rules)})" if rules else ""
 
 
 def _strips(plan: Plan) -> Table:
@@ -110,7 +126,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         Text("\nWhere the time of an iteration goes (slowest stage)", style="bold"),
         _shares(plan),
         Text("\nStages and layers", style="bold"),
-        _layers(plan),
+        _layers(explanation),
         Text("\nMemory at the peak, against the budget", style="bold"),
         _memory(plan),
         Text("\nThe best plan of every space", style="bold"),
@@ -127,15 +143,16 @@ def _shares(plan: Plan) -> Table:
     return table
 
 
-def _layers(plan: Plan) -> Table:
+def _layers(explanation: Explanation) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    for name in ("stage", "layers", "kind", "strategy", "what it means"):
+    for name in ("stage", "layers", "kind", "strategy", "what it means", "why"):
         table.add_column(name)
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(explanation.plan.stages):
         for layer, count in layer_runs(stage.layers):
             last = layer.index + count - 1
             span = str(layer.index) if count == 1 else f"{layer.index}–{last}"
-            table.add_row(str(number), span, layer.layer, layer.strategy, "; ".join(_meaning(layer.strategy)))
+            meaning = "; ".join(_meaning(layer.strategy))
+            table.add_row(str(number), span, layer.layer, layer.strategy, meaning, explanation.reasons[layer.index])
     return table
 
 
@@ -199,8 +216,6 @@ def _rivals(explanation: Explanation) -> Table:
 
 def _one_more(explanation: Explanation) -> Text:
     more, plan = explanation.one_more_gib, explanation.plan
-    if more is None:
-        return Text("\nThe budget is all the memory the device has.")
     gain = more.throughput / plan.throughput - 1
     if gain <= 0:
         return Text("\nOne more GiB a device would buy nothing.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from galvatron.cost import GALVATRON, PAPER_SYSTEMS, Schedule
 from galvatron.errors import InvalidInput
@@ -19,13 +19,37 @@ from galvatron.spec import Attention, Cluster, ModelProfile, ModelSpec, Precisio
 from galvatron.units import parse_bytes
 from galvatron.zoo import load_cluster, load_model, load_profile, paper_profile
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Options", "Setup", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
 
 _PAPER_STEP = 8
 _Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class Options(TypedDict, total=False):
+    """The fields of a setup as keywords, for type checkers."""
+
+    memory: str | int | None
+    batch: int | None
+    batch_step: int | None
+    max_batch: int | None
+    max_micro_batches: int | None
+    space: str
+    schedule: str | None
+    cuts: str | None
+    precision: str | None
+    attention: str | None
+    dropout: bool | None
+    sequence_length: int | None
+    profile: str | Path | None
+    recompute: bool | None
+    sequence_parallel: bool | None
+    zero2: bool | None
+    hybrid_sharding: bool | None
+    accumulation: bool | None
+    paper: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +92,7 @@ def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, se
         cluster=cluster,
         memory_bytes=None if setup.memory is None else parse_bytes(setup.memory, where="memory"),
         batch=setup.batch,
-        batch_step=_PAPER_STEP if setup.paper and setup.batch is None and not setup.batch_step else setup.batch_step,
+        batch_step=_PAPER_STEP if setup.paper and setup.batch is setup.batch_step is None else setup.batch_step,
         max_batch=setup.max_batch,
         space=setup.space,
         switches=_switches(setup, cluster),
@@ -76,17 +100,21 @@ def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, se
         cuts=_chosen(CutRule, setup.cuts, "cuts", CutRule.MEMORY if setup.paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if setup.paper else GALVATRON,
         profile=_profile(setup, model, cluster),
-        max_micro_batches=setup.max_micro_batches or (PAPER_MICRO_BATCHES if setup.paper else None),
+        max_micro_batches=PAPER_MICRO_BATCHES
+        if setup.paper and setup.max_micro_batches is None
+        else setup.max_micro_batches,
     )
 
 
 def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
-    fixed = {"schedule": "gpipe", "precision": "fp32", "attention": "paper"}
-    for name, value in fixed.items():
+    fixed = {"schedule": ("gpipe",), "precision": ("fp32",), "attention": ("eager", "paper")}
+    for name, allowed in fixed.items():
         given = getattr(setup, name)
-        if given is not None and given != value:
-            raise InvalidInput(f"--paper means {name} {value}, but {name} {given!r} is asked for; drop one of the two")
+        if given is not None and given not in allowed:
+            raise InvalidInput(
+                f"--paper means {name} {allowed[0]}, but {name} {given!r} is asked for; drop one of the two"
+            )
     for name in (field.name for field in fields(Switches)):
         if getattr(setup, name):
             option = name.replace("_", "-")

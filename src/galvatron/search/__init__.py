@@ -2,7 +2,7 @@
 
 from galvatron.search.combination import Combination, Solved
 from galvatron.search.cuts import CutRule
-from galvatron.search.outer import Optimum, Problem, Proof, search
+from galvatron.search.outer import Optimum, Problem, Proof, least_budget, search
 from galvatron.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Solved",
     "StageProblem",
     "StageSolution",
+    "least_budget",
     "search",
     "solve_stage",
 ]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from galvatron.cost import NEVER, Integers, Schedule, StageCosts, in_flight, iteration_ns
 from galvatron.search.bounds import Floats, hull_multipliers, priced_minima
-from galvatron.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
+from galvatron.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = ["Combination", "Layers", "Solved"]
@@ -181,6 +181,29 @@ class Combination:
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
         impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
+
+    # ------------------------------------------------------------------ memory
+
+    def least_peak(self) -> float:
+        """The least memory with which this combination fits at all: that of its fullest stage, cuts chosen well."""
+        ends = np.arange(self.layers.count + 1)[:, None]
+        widths = np.arange(self.layers.count - self.stages + 2)[None, :]
+        peaks = {count: self._least_peaks(count, ends, widths) for count in set(self.in_flight)}
+        if self.fixed:
+            spans = enumerate(pairwise(self.fixed))
+            return float(max(peaks[self.in_flight[p]][end, end - begin] for p, (begin, end) in spans))
+        return least_slowest([peaks[count] for count in self.in_flight])
+
+    def _least_peaks(self, in_flight_count: int, ends: Integers, widths: Integers) -> CutMatrix:
+        """Least memory of each possible stage: for each largest transient θ, layers take what needs least under it."""
+        usable = self.tables.time_ns < NEVER
+        memory, transient = self.memory(in_flight_count), np.where(usable, self.tables.transient_bytes, NEVER)
+        begins = np.maximum(ends - widths, 0)
+        peaks = np.full(np.broadcast_shapes(ends.shape, widths.shape), np.inf)
+        for theta in sorted(set(transient[usable].tolist())):
+            least = np.where(transient <= theta, memory, NEVER).min(axis=1) @ self.layers.counts_before
+            np.minimum(peaks, least[ends] - least[begins] + theta, out=peaks)
+        return np.where((ends < widths) | (widths == 0), np.inf, peaks)
 
     # ------------------------------------------------------------------- exact
 

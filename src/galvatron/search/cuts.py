@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from galvatron.search.bounds import Floats
 
-__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound"]
+__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound", "least_slowest"]
 
 
 class CutRule(StrEnum):
@@ -77,6 +77,11 @@ def cuts_bound(matrices: list[CutMatrix], micro_batches: int) -> float:
     if path is None:
         return np.inf
     return path[0] + (micro_batches - 1) * program.least_slowest()
+
+
+def least_slowest(matrices: list[CutMatrix]) -> float:
+    """The least possible value of the largest stage."""
+    return _Program(matrices).least_slowest()
 
 
 class _Program:

@@ -20,7 +20,7 @@ from galvatron.search.cuts import CutRule, balanced_cuts
 from galvatron.space import Space, divisors
 from galvatron.spec import Strategy
 
-__all__ = ["Optimum", "Problem", "Proof", "search"]
+__all__ = ["Optimum", "Problem", "Proof", "least_budget", "search"]
 
 _CHUNK = 1_000_000
 """Table entries priced at once when combinations are bounded."""
@@ -51,6 +51,8 @@ class Proof:
     solved: int
     """Combinations solved exactly."""
     stages_solved: int
+    rest_bound: float
+    """Highest throughput, in samples a nanosecond, that a combination not solved could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,18 @@ def search(problem: Problem) -> Optimum | None:
     Of plans that tie exactly the first met is kept; nothing in the search is random, so it is always the same one.
     """
     return _Search(problem).run()
+
+
+def least_budget(problem: Problem) -> int | None:
+    """The smallest budget in which some plan fits; None: nothing can be divided that way, whatever the budget.
+
+    Time plays no part, so this needs no search over strategies: each layer takes what needs least.
+    """
+    runs = _Search(problem)
+    pairs = ((b, d, m) for d in runs.stage_costs for b in problem.batches for m in runs.micro_batch_counts(b, d))
+    peaks = (runs.combination(batch, degree, count).least_peak() for batch, degree, count in pairs)
+    least = min(peaks, default=NEVER)
+    return None if least >= NEVER else int(least)
 
 
 class _Search:
@@ -137,15 +151,16 @@ class _Search:
         heapq.heapify(heap)
         opened: dict[tuple[int, int, int], Combination] = {}
         best: tuple[int, int, Solved, Combination] | None = None
-        solved_count = 0
+        solved_count, rest_bound = 0, 0.0
         while heap:
             rank, batch, degree, micro_batches, tier = heapq.heappop(heap)
             if best is not None and -rank * best[1] <= best[0]:
+                rest_bound = -rank
                 break
             cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
             key = (batch, degree, micro_batches)
             if tier == 0:
-                opened[key] = self._combination(batch, degree, micro_batches)
+                opened[key] = self.combination(batch, degree, micro_batches)
                 bound = opened[key].bound()
                 if np.isfinite(bound):
                     heapq.heappush(heap, (max(rank, -batch / bound), *key, 1))
@@ -157,10 +172,10 @@ class _Search:
         if best is None:
             return None
         batch, _, solved, combination = best
-        proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()))
+        proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
         return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
 
-    def _combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
+    def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
         return Combination(
             self.layers,
             self.stage_costs[degree],
@@ -172,7 +187,7 @@ class _Search:
             positions=self._positions(degree, batch),
         )
 
-    def _micro_batch_counts(self, batch: int, degree: int) -> list[int]:
+    def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
         """Counts that divide the batch; a pipeline under 1F1B needs at least as many as stages."""
         if degree == 1 and not self.problem.space.switches.accumulation:
             return [1]
@@ -187,7 +202,7 @@ class _Search:
         iteration over more samples. Unless they all stay in memory (GPipe), the most micro-batches therefore win, and
         for each size only the largest batch is kept.
         """
-        pairs = [(b, m) for b in self.problem.batches for m in self._micro_batch_counts(b, degree)]
+        pairs = [(b, m) for b in self.problem.batches for m in self.micro_batch_counts(b, degree)]
         cuts_move = self.problem.cuts is CutRule.MEMORY  # with the batch
         if degree > 1 and (cuts_move or self.problem.schedule is Schedule.GPIPE):
             return pairs

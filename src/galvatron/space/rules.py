@@ -6,6 +6,7 @@ heuristic: hybrid sharding (DP over SDP) moves less over slow links than SDP ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from galvatron.spec.strategy import Kind, Strategy
@@ -19,23 +20,25 @@ class Rule:
 
     name: str
     statement: str
-    prunes: bool
-    """True: a filter over strategies that may be turned off; False: part of how the space is built."""
+    forbids: Callable[[Strategy], bool] | None = None
+    """What a pruning rule removes, which may be turned off; None: the rule is part of how the space is built."""
 
-    def allows(self, strategy: Strategy) -> bool:
-        """Whether a pruning rule keeps this strategy."""
-        return not (self is TAKEAWAY_3 and strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1)
+    @property
+    def prunes(self) -> bool:
+        return self.forbids is not None
 
 
 TAKEAWAY_1 = Rule(
     "takeaway-1",
     "Pipeline stages are consecutive blocks of devices, so the pipeline crosses the slow links between islands.",
-    prunes=False,
 )
 TAKEAWAY_2 = Rule(
     "takeaway-2",
     "Every parallelism divides devices into groups of equal size; only pipeline stages may differ in strategy.",
-    prunes=False,
 )
-TAKEAWAY_3 = Rule("takeaway-3", "DP and SDP are not combined in one layer.", prunes=True)
+TAKEAWAY_3 = Rule(
+    "takeaway-3",
+    "DP and SDP are not combined in one layer.",
+    forbids=lambda strategy: strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1,
+)
 RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)

@@ -71,7 +71,7 @@ class Space:
         else:
             paths = tree(devices, [kind for kind in Kind if kind in self.kinds])
         if not self.switches.hybrid_sharding:
-            paths = tuple(path for path in paths if TAKEAWAY_3.allows(path))
+            paths = tuple(path for path in paths if not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(path)))
         return tuple(flagged for path in paths for flagged in self._flagged(path))
 
     def _flagged(self, path: Strategy) -> list[Strategy]:
@@ -83,10 +83,6 @@ class Space:
         return [
             replace(path, zero2=z, sequence_parallel=s, recompute=r) for z, s, r in product(zero2, sequence, recompute)
         ]
-
-    def with_switches(self, switches: Switches) -> Space:
-        """The same restriction, with extensions where they make sense for it."""
-        return replace(self, switches=switches)
 
 
 SPACES = (
@@ -104,5 +100,6 @@ SPACES = (
 def space_named(name: str, switches: Switches = PAPER) -> Space:
     for space in SPACES:
         if space.name == name:
-            return space.with_switches(switches)
-    raise InvalidInput(f"space {name!r} is unknown; choose one of {', '.join(space.name for space in SPACES)}")
+            return replace(space, switches=switches)
+    known = "; ".join(f"{space.name} ({space.title})" for space in SPACES)
+    raise InvalidInput(f"space {name!r} is unknown; choose one of {known}")

@@ -68,7 +68,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one group sees: bandwidth of its ring and latency of a step."""
+    """What one group sees: bandwidth of its ring, and the latency of one pass over its members."""
 
     bytes_per_s: float
     latency_s: float
@@ -117,10 +117,14 @@ class Cluster:
         bytes_per_s, latency_s = math.inf, 0.0
         unit_size = 1
         for level in self.levels:
-            if any(unit_size % digit.block for digit in digits):
+            crossing = [digit for digit in digits if unit_size % digit.block]
+            if crossing:
                 bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(digits, unit_size, level.shared))
-                latency_s = max(latency_s, level.latency_s)
-            unit_size *= level.units
+            island = unit_size * level.units
+            units = math.prod(digit.radix for digit in crossing if island % digit.block == 0)
+            # Inside the innermost islands collectives use trees; between islands a ring passes each of them.
+            latency_s += level.latency_s * (math.ceil(math.log2(units)) if unit_size == 1 else units - 1)
+            unit_size = island
         return Link(bytes_per_s, latency_s)
 
     def _lanes(self, digits: frozenset[Digit], unit_size: int, shared: bool) -> float:

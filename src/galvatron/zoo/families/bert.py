@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron.spec.model import Attention, ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -97,5 +97,5 @@ class Bert:
             name=name,
             family="bert",
             layers=(embedding, *[paper_block(encoder, training)] * self.layers, head),
-            training=training,
+            training=replace(training, sequence_length=tokens),
         )

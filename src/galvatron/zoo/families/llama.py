@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -105,5 +105,5 @@ class Llama:
             name=name,
             family="llama",
             layers=(embedding, *[decoder] * self.layers, head),
-            training=training,
+            training=replace(training, sequence_length=tokens),
         )

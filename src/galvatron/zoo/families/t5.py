@@ -137,5 +137,5 @@ class T5:
             name=name,
             family="t5",
             layers=(embedding, *encoders, decoder_embedding, *decoders, head),
-            training=training,
+            training=replace(training, sequence_length=tokens),
         )

@@ -1,0 +1,101 @@
+"""What explanations, comparisons and advice claim, against plans made anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import galvatron
+from galvatron import Infeasible, InvalidInput
+from galvatron.plans.advice import make_plan, smallest_budget
+from galvatron.plans.compare import compare
+from galvatron.plans.explain import explain, request_of, time_shares
+from galvatron.plans.planner import Request, try_plan
+from galvatron.plans.setup import Setup, request_for
+from galvatron.units import GIB
+
+
+@pytest.fixture(scope="module")
+def request_() -> Request:
+    return request_for("bert-large", "titan-rtx-8", Setup(memory="3GiB", batch=32))
+
+
+def test_a_plan_holds_the_request_it_answers(request_: Request) -> None:
+    """Planning again from what a plan carries gives the same plan, to the byte."""
+    plan = make_plan(request_)
+    again = try_plan(request_of(plan))
+    assert again is not None
+    assert again.to_json() == plan.to_json()
+
+
+def test_predictions_add_up(request_: Request) -> None:
+    """The breakdown of each stage is its time, and stages make the iteration, by the formula of the docs."""
+    plan = make_plan(request_)
+    for stage in plan.stages:
+        use, m = stage.time, plan.micro_batches
+        steady = use.compute_s + use.tp_s + use.sdp_s + use.layout_s + use.transfer_s
+        assert stage.time_s == pytest.approx(steady + (use.sync_s + use.optimizer_s) / m, rel=1e-6)
+        assert stage.memory_bytes <= plan.memory_budget_bytes
+    times = [stage.time_s for stage in plan.stages]
+    assert plan.iteration_s == pytest.approx(sum(times) + (plan.micro_batches - 1) * max(times), rel=1e-9)
+    assert sum(time_shares(plan).values()) == pytest.approx(1.0)
+
+
+def test_explanations_compare_with_true_plans(request_: Request) -> None:
+    explanation = explain(make_plan(request_))
+    for rival in explanation.rivals:
+        fresh = try_plan(replace(request_, space=rival.space))
+        assert (fresh.throughput if fresh else None) == (rival.plan.throughput if rival.plan else None)
+        assert rival.obstacle
+    roomier = make_plan(replace(request_, memory_bytes=request_.budget_bytes + GIB))
+    assert explanation.one_more_gib.throughput == roomier.throughput >= explanation.plan.throughput
+
+
+def test_reasons_name_a_strategy_that_is_faster_alone(request_: Request) -> None:
+    """With memory to spare every layer may take what is fastest; at a tight budget some say what they gave up."""
+    tight = explain(make_plan(replace(request_, memory_bytes=int(2.3 * GIB))))
+    roomy = explain(make_plan(replace(request_, memory_bytes=20 * GIB)))
+    assert len(tight.reasons) == len(request_.model.layers)
+    assert any("would save" in reason and "more" in reason for reason in tight.reasons)
+    given_up = [sum("would save" in reason for reason in each.reasons) for each in (roomy, tight)]
+    assert given_up[0] < given_up[1]
+
+
+def test_the_smallest_budget_is_the_smallest(request_: Request) -> None:
+    found = smallest_budget(replace(request_, memory_bytes=2 * GIB))
+    assert found is not None
+    least, batch = found
+    assert batch == 32
+    assert try_plan(replace(request_, memory_bytes=least)) is not None
+    assert try_plan(replace(request_, memory_bytes=least - 1)) is None
+
+
+def test_advice_is_true() -> None:
+    """Each remedy that advice names lets the same budget suffice."""
+    base = Setup(memory="3GiB", batch=64, recompute=False, accumulation=False, space="sdp")
+    with pytest.raises(Infeasible) as caught:
+        make_plan(request_for("bert-large", "titan-rtx-8", base))
+    advice = " ".join(caught.value.advice)
+    assert "recompute" in advice
+    assert try_plan(request_for("bert-large", "titan-rtx-8", replace(base, recompute=True))) is not None
+    smaller = int(advice.split("a smaller batch: ")[1].split()[0])
+    assert try_plan(request_for("bert-large", "titan-rtx-8", replace(base, batch=smaller))) is not None
+
+
+def test_comparison_tells_out_of_memory_from_impossible() -> None:
+    request = request_for("bert-base", "titan-rtx-8", Setup(batch=32))
+    rows = {row[0].space: row[0] for row in compare(request, [2 * GIB]).rows}
+    assert rows["tp"].plan is None
+    assert rows["tp"].why_not == "not possible", "12 heads cannot be split 8 ways"
+    assert rows["dp"].why_not == "out of memory"
+    assert rows["full"].plan is not None
+
+
+def test_python_and_command_line_share_their_options() -> None:
+    plan = galvatron.plan("bert-base", "titan-rtx-8", batch=32, recompute=False, cuts="layers", schedule="gpipe")
+    assert not plan.space.recompute
+    assert plan.space.cuts == "layers"
+    assert plan.model.training.sequence_length == 512, "what was left open is written out"
+    with pytest.raises(InvalidInput, match="zigzag"):
+        galvatron.plan("bert-base", "titan-rtx-8", schedule="zigzag")
