@@ -73,7 +73,7 @@ def test_the_smallest_budget_is_the_smallest(request_: Request) -> None:
 
 def test_advice_is_true() -> None:
     """Each remedy that advice names lets the same budget suffice."""
-    base = Setup(memory="3GiB", batch=64, recompute=False, accumulation=False, space="sdp")
+    base = Setup(memory="6GiB", batch=64, recompute=False, accumulation=False, space="sdp")
     with pytest.raises(Infeasible) as caught:
         make_plan(request_for("bert-large", "titan-rtx-8", base))
     advice = " ".join(caught.value.advice)

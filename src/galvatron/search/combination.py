@@ -45,6 +45,7 @@ class Layers:
         changes = np.append(True, kinds[1:] != kinds[:-1])
         self.run_begin: Integers = np.maximum.accumulate(np.where(changes, np.arange(self.count), 0))
         """(L,) first layer of the run of equal layers that a layer is in."""
+        self._ends: dict[Signature, list[int]] = {}
 
     def signature(self, begin: int, end: int) -> Signature:
         runs = tuple((int(kind), len(list(group))) for kind, group in groupby(self.kinds[begin:end].tolist()))
@@ -52,6 +53,11 @@ class Layers:
 
     def ends(self, signature: Signature) -> list[int]:
         """Where stages of this signature end."""
+        if signature not in self._ends:
+            self._ends[signature] = self._find_ends(signature)
+        return self._ends[signature]
+
+    def _find_ends(self, signature: Signature) -> list[int]:
         before, runs, last = signature
         width = sum(length for _, length in runs)
         if last:
@@ -112,7 +118,7 @@ class Combination:
         self.transfer = costs.transfer_ns(self.micro_batch)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
-        self._width = min(layers.count - pipeline_degree + 1, 4 * -(-layers.count // pipeline_degree) + 4)
+        self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
         self.stages_solved = 0
 
     def memory(self, in_flight_count: int) -> Integers:
@@ -179,8 +185,21 @@ class Combination:
         bounds = np.full(room.shape, -np.inf)
         for lam, sums in zip(lams, priced, strict=True):
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
+        entry, leave = self._least_transfers()
+        bounds += entry[begins] + leave[ends]
         impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
+
+    def _least_transfers(self) -> tuple[Integers, Integers]:
+        """Least time to receive a stage's input, by where it begins, and its output's gradient, by where it ends."""
+        kinds, usable = self.layers.kinds, self.tables.time_ns < NEVER
+        layouts = np.zeros((len(usable), len(self.costs.layouts)), dtype=bool)
+        for kind, row in enumerate(usable):
+            layouts[kind, self.costs.layout_of[row]] = True
+        entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
+        entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
+        leave[1:-1] = np.where(layouts[kinds[:-1]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
+        return entry, leave
 
     # ------------------------------------------------------------------ memory
 
@@ -312,5 +331,5 @@ class Combination:
         width = sum(length for _, length in signature[1])
         if known is None or width >= matrix.shape[1]:
             return
-        for end in self.layers.ends(signature):
-            matrix[end, width] = known.time if known.settled else max(known.time, matrix[end, width])
+        ends = self.layers.ends(signature)
+        matrix[ends, width] = known.time if known.settled else np.maximum(known.time, matrix[ends, width])

@@ -64,9 +64,9 @@ class _Knapsack:
         self.time, self.memory, self.layers, self.budget = time, memory, layers, budget
         self.fast, self.slow = fast, slow
         price = _slope(time, memory, slow, fast)
-        cost = time + price * memory
-        self.reduced = np.maximum(cost - cost[fast], 0.0)
-        self.bound = layers * float(cost[fast]) - price * budget
+        # Memory counts from the slow strategy's, so that prices times bytes stay small and accurate.
+        self.reduced = np.maximum(time - time[slow] + price * (memory - memory[slow]), 0.0)
+        self.bound = layers * int(time[slow]) - price * (budget - layers * int(memory[slow]))
 
     def solve(self, cutoff: float) -> Filling | None:
         others = [index for index in np.argsort(-self.reduced).tolist() if index not in (self.fast, self.slow)]
@@ -81,13 +81,23 @@ class _Knapsack:
         return Filling(int(best @ self.time), tuple(best.tolist()))
 
     def _with(self, used: Integers, index: int, cutoff: float) -> Integers:
-        """All that may still beat the cutoff when this strategy, too, may be used any number of times."""
+        """All that may still beat the cutoff when this strategy, too, may be used any number of times; without those
+        that another with as many layers beats in memory and time."""
         left = np.clip(cutoff - 0.5 - self.bound - used @ self.reduced, 0, None)
-        free = self.layers - used.sum(axis=1)
-        most = np.minimum(free, np.floor(left / max(self.reduced[index], 1e-9))).astype(np.int64)
-        extended = np.repeat(used, most + 1, axis=0)
-        starts = np.cumsum(most + 1) - (most + 1)
-        extended[:, index] = np.arange(len(extended)) - np.repeat(starts, most + 1)
+        taken = used.sum(axis=1)
+        most = np.minimum(self.layers - taken, np.floor(left / max(self.reduced[index], 1e-9))).astype(np.int64)
+        rows = np.repeat(np.arange(len(used)), most + 1)
+        times = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - (most + 1), most + 1)
+        count = taken[rows] + times
+        memory = (used @ self.memory)[rows] + times * self.memory[index]
+        time = (used @ self.time)[rows] + times * self.time[index]
+        order = np.lexsort((time, memory, count))
+        falling = time[order] - count[order] * (int(time.max()) + 1)  # each count starts afresh, below the one before
+        keep = np.ones(len(order), dtype=bool)
+        keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
+        kept = order[keep]
+        extended = used[rows[kept]]
+        extended[:, index] = times[kept]
         return extended
 
     def _filled_up(self, used: Integers, cutoff: float) -> tuple[Integers | None, float]:
