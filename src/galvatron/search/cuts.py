@@ -92,6 +92,8 @@ class _Program:
         ends, widths = matrices[0].shape
         begins = np.arange(ends)[:, None] - np.arange(widths)[None, :]
         self.begins: NDArray[np.intp] = np.where(begins < 0, ends, begins)
+        distinct = {id(matrix): matrix for matrix in matrices}.values()
+        self.least_of_width: Floats = np.min([matrix.min(axis=0) for matrix in distinct], axis=0)
 
     def shortest(self, limit: float) -> tuple[float, float, tuple[int, ...]] | None:
         """(sum, slowest, positions) of the least sum with every stage within the limit."""
@@ -99,9 +101,16 @@ class _Program:
         reach = np.full(ends + 1, np.inf)
         reach[0] = 0.0
         widths: list[NDArray[np.intp]] = []
+        within = np.nonzero(self.least_of_width <= limit)[0]
+        if within.size == 0:
+            return None
+        widest = int(within[-1]) + 1
+        begins = self.begins[:, :widest]
         for matrix in self.matrices:
-            bounded = matrix if limit == np.inf else np.where(matrix <= limit, matrix, np.inf)
-            total = reach[self.begins] + bounded
+            bounded = matrix[:, :widest]
+            if limit < np.inf:
+                bounded = np.where(bounded <= limit, bounded, np.inf)
+            total = reach[begins] + bounded
             width = total.argmin(axis=1)
             widths.append(width)
             reach[:-1] = total[np.arange(ends), width]
