@@ -57,6 +57,9 @@ def best_cuts(matrices: list[CutMatrix], micro_batches: int, cutoff: float) -> C
         least_slowest = program.least_slowest()
         if least_sum + weight * least_slowest >= min(best, cutoff):
             return Cuts(best, best_positions) if best < cutoff else None
+        even = program.shortest(least_slowest)  # the other extreme; often best, and then little is left to try
+        if even is not None and even[0] + weight * even[1] < best:
+            best, best_positions = even[0] + weight * even[1], even[2]
         while True:
             limit = min(np.nextafter(slowest, 0), (min(best, cutoff) - least_sum) / weight)
             if limit < least_slowest:
