@@ -119,7 +119,8 @@ class _Search:
     def _positions(self, degree: int, batch: int) -> tuple[int, ...] | None:
         """Cut positions by one of the paper's guidelines, or None where cuts are searched.
 
-        Only the repeated layers are balanced; embeddings, heads and other single layers go where they stand.
+        Only the repeated layers are balanced; embeddings, heads and other single layers go where they stand (unless no
+        layer is repeated: then all count).
         """
         rule = self.problem.cuts
         if rule is CutRule.EXACT:
