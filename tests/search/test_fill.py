@@ -104,4 +104,4 @@ def test_strategies_on_one_line_do_not_multiply(strategies: int, layers: int) ->
     assert filling is not None
     _check(filling, time, memory, layers, budget)
     assert filling.time == 500 * layers + 1000 * (layers * (strategies - 1) // 2)
-    assert peak < 128 * 2**20
+    assert peak < 64 * 2**20

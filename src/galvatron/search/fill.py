@@ -90,13 +90,16 @@ class _Knapsack:
         times = np.arange(len(rows)) - np.repeat(np.cumsum(most + 1) - (most + 1), most + 1)
         count = taken[rows] + times
         memory = (used @ self.memory)[rows] + times * self.memory[index]
+        # What leaves too little for the layers to come, at the least each of them can take, need not be kept.
+        fits = memory + (self.layers - count) * self.memory[0] <= self.budget
+        rows, times, count, memory = rows[fits], times[fits], count[fits], memory[fits]
         time = (used @ self.time)[rows] + times * self.time[index]
         order = np.lexsort((time, memory, count))
         falling = time[order] - count[order] * (int(time.max()) + 1)  # each count starts afresh, below the one before
         keep = np.ones(len(order), dtype=bool)
         keep[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
         kept = order[keep]
-        extended = used[rows[kept]]
+        extended: Integers = used[rows[kept]]
         extended[:, index] = times[kept]
         return extended
 
