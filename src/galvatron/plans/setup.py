@@ -14,8 +14,8 @@ from galvatron.cost import GALVATRON, PAPER_SYSTEMS, Schedule
 from galvatron.errors import InvalidInput
 from galvatron.plans.planner import Request
 from galvatron.search import CutRule
-from galvatron.space import EXTENDED, PAPER, Switches
-from galvatron.spec import Attention, Cluster, ModelProfile, ModelSpec, Precision, Training
+from galvatron.space import EXTENDED, PAPER, Switches, space_named
+from galvatron.spec import Attention, Cluster, Kind, ModelProfile, ModelSpec, Precision, Training
 from galvatron.units import parse_bytes
 from galvatron.zoo import load_cluster, load_model, load_profile, paper_profile
 
@@ -83,6 +83,7 @@ def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, se
     """The request a user means. Raises :class:`InvalidInput` for what cannot be meant."""
     if setup.paper:
         _reject_contradictions(setup)
+    _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     training = training_of(setup, cluster.device.precision)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
@@ -104,6 +105,18 @@ def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, se
         if setup.paper and setup.max_micro_batches is None
         else setup.max_micro_batches,
     )
+
+
+def _reject_unusable_switches(setup: Setup) -> None:
+    """An extension asked for in a space that has no use for it would be dropped without a word."""
+    kinds = space_named(setup.space).kinds
+    for name, needed in (("zero2", {Kind.DP, Kind.SDP}), ("hybrid_sharding", {Kind.DP, Kind.SDP})):
+        if getattr(setup, name) and not needed <= kinds:
+            option = name.replace("_", "-")
+            raise InvalidInput(
+                f"--{option} asks for sharding beside DP, which space {setup.space!r} does not hold; use --space full "
+                f"or drop --{option}"
+            )
 
 
 def _reject_contradictions(setup: Setup) -> None:
@@ -140,7 +153,14 @@ def _switches(setup: Setup, cluster: Cluster) -> Switches:
 
 def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile | None:
     if setup.profile is not None:
-        return load_profile(setup.profile)
+        profile = load_profile(setup.profile)
+        names = [kind.name for kind in model.kinds]
+        if not any(profile.time_of(name) for name in names):
+            raise InvalidInput(
+                f"profile {profile.name!r} has times for none of the layers of {model.name} ({', '.join(names)}); "
+                "give a profile of this model"
+            )
+        return profile
     return paper_profile(model, cluster) if setup.paper else None
 
 
