@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from galvatron.api import plan
     from galvatron.errors import GalvatronError, Infeasible, InvalidInput, PlanMismatch
     from galvatron.plans.plan import Plan
+    from galvatron.runtime.parallelize import parallelize
     from galvatron.spec import Cluster, ModelSpec, Strategy
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "Strategy",
+    "parallelize",
     "plan",
 ]
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ _HOMES = {
     "Plan": "galvatron.plans.plan",
     "PlanMismatch": "galvatron.errors",
     "Strategy": "galvatron.spec",
+    "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",
 }
 

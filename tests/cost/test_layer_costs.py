@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -213,6 +214,20 @@ def test_what_does_not_divide_is_never_chosen() -> None:
     )
     costs = stage("dp4", "tp4", "dp2-tp2", layer=awkward)
     assert (costs.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "never"),
+    [((), [True, True]), ((512,), [False, False]), ((197,), [True, True]), ((512, 6), [True, False])],
+)
+def test_sequences_are_divided_only_where_there_are_some(lengths: tuple[int, ...], never: list[bool]) -> None:
+    """Four-way and two-way: no sequences, one that divides, ViT's 197 tokens, two of which one only halves."""
+    assert BLOCK.tensor_parallel is not None
+    tensor = replace(BLOCK.tensor_parallel, sequence_divides=lengths)
+    costs = stage("tp4+sp", "dp2-tp2+sp", "tp4", layer=replace(BLOCK, tensor_parallel=tensor))
+    assert (costs.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [*never, False]
+    whole = stage("tp4+sp", "dp2-tp2+sp", "tp4", layer=replace(BLOCK, tensor_parallel=None))
+    assert (whole.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [True, True, False]
 
 
 def test_layers_that_cannot_be_split_are_computed_whole() -> None:

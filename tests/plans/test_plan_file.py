@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,29 @@ def test_embedded_facts_are_the_models_and_clusters_own(plan: Plan) -> None:
     assert load_model("t5-tiny", plan.model.training).digest == plan.model.digest
 
 
+def test_the_configuration_is_the_models_own(plan: Plan, tmp_path: Path) -> None:
+    """What builds the model is in the plan: of a preset its figures, of a config.json all of the file, of figures none;
+    and it is part of what a plan says, but not of what it was made for."""
+    assert plan.model.config is not None
+    assert plan.model.config["architectures"] == ["T5ForConditionalGeneration"]
+    content = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 24, "of_my_own": {"é": [1, 2.5, None]}}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    made = galvatron.plan(tmp_path, "titan-rtx-8", batch=8)
+    made.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.model.config == content
+    assert loaded.model.spec().config == content
+    assert replace(loaded, model=replace(loaded.model, config=None)) != loaded
+    assert replace(loaded.model.spec(), config=None) == loaded.model.spec()
+    (tmp_path / "figures.toml").write_text(
+        'name = "figures"\nlayers = [{ name = "block", parameters = 8, forward_flops = 9, activation_bytes = 16, '
+        "boundary_bytes = 4 }]"
+    )
+    figures = galvatron.plan(tmp_path / "figures.toml", "titan-rtx-8", batch=8)
+    figures.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").model.config is None
+
+
 def _write(folder: Path, content: str | bytes) -> Path:
     path = folder / "broken.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -73,7 +97,11 @@ def _edited(plan: Plan, *path: str | int, value: Any) -> str:
         (("cluster", "devices"), 4, "cluster.devices"),
         (("model", "kinds", 0, "parameters"), 5, "model.digest"),
         (("model", "order", 0, "layer"), "nobody", "model.order[0].layer"),
+        (("model", "kinds", 0, "tensor_parallel", "sequence_divides"), [2], "model.digest"),
         (("model", "order"), [], "model.order"),
+        (("model", "config"), [], "model.config"),
+        (("model", "config"), {}, "model.config.model_type: None"),
+        (("model", "config", "model_type"), 5, "model.config.model_type: 5"),
         (("stages", 0, "devices"), [1], "stages[0].devices"),
         (("stages", 0, "layers", 0, "strategy"), "dp3", "stages[0].layers[0].strategy"),
         (("stages", 0, "layers", 0, "strategy"), "warp9", "stages[0].layers[0].strategy"),
@@ -106,8 +134,20 @@ def test_wrong_fields_are_named(plan: Plan, folder: Path, path: tuple[str | int,
     assert f"broken.json: {field}" in str(caught.value)
 
 
+def test_sequences_that_cannot_be_divided_are_refused(folder: Path) -> None:
+    """In 8 devices without a pipeline: an embedding has none, and 100 tokens are not eight equal parts."""
+    plan = galvatron.plan("gpt2-medium", "titan-rtx-8", batch=8, space="tp", sequence_length=100)
+    assert [stage.layers[0].layer for stage in plan.stages] == ["embedding"]
+    for layer, having in ((0, "'embedding' has nothing to divide"), (1, "'decoder' has sequences of 100")):
+        broken = _write(folder, _edited(plan, "stages", 0, "layers", layer, "strategy", value="tp8+sp"))
+        with pytest.raises(InvalidInput, match=rf"broken\.json: stages\[0\]\.layers\[{layer}\]\.strategy: .*{having}"):
+            Plan.load(broken)
+    good = _write(folder, _edited(plan, "stages", 0, "layers", 1, "strategy", value="tp8+rc"))
+    assert Plan.load(good).stages[0].strategies[1].recompute
+
+
 def test_other_versions_and_digests_are_mismatches(plan: Plan, folder: Path) -> None:
-    for path, value in ((("version",), 2), (("model", "digest"), "x"), (("cluster", "digest"), "x")):
+    for path, value in ((("version",), 1), (("version",), 3), (("model", "digest"), "x"), (("cluster", "digest"), "x")):
         with pytest.raises(PlanMismatch):
             Plan.load(_write(folder, _edited(plan, *path, value=value)))
 

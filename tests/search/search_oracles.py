@@ -1,7 +1,7 @@
 """Random instances and brute-force answers for the tests of the search.
 
-Nothing here uses the search's own code: brute force adds up plain integers taken from the cost tables, and enumerates
-what the space allows. It is slow on purpose; instances are small.
+Nothing here uses the search's own code: brute force adds up plain integers (layers from the cost tables, what moves
+between them from ``moving_oracle``) and enumerates what the space allows. It is slow on purpose; instances are small.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
+from moving_oracle import moves
 
 from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
 from galvatron.search import Optimum, Problem, StageProblem, search
@@ -153,8 +154,10 @@ def stage_of(
     names = [kind.name for kind in model.kinds]
     kinds = [names.index(layer.name) for layer in model.layers]
     tables = costs.tables(np.array(batch // micro_batches), np.array(micro_batches))
-    transfer = costs.transfer_ns(batch // micro_batches)
-    nothing: Integers = np.zeros(len(costs.layouts), dtype=np.int64)
+    moved = moves(
+        costs.strategies, model, problem.cost.cluster, micro_batch=batch // micro_batches, pipelined=degree > 1
+    )
+    nothing: Integers = np.zeros(moved.transfer.shape[1], dtype=np.int64)
     held = 1
     if degree > 1 and problem.schedule is Schedule.GPIPE:
         held = micro_batches
@@ -165,10 +168,10 @@ def stage_of(
         time=tables.time_ns,
         memory=tables.state_bytes + held * tables.activation_bytes,
         transient=tables.transient_bytes,
-        layout_of=costs.layout_of,
-        change=costs.change_ns(batch // micro_batches),
-        entry=transfer[kinds[begin - 1]] if begin > 0 else nothing,
-        exit=transfer[kinds[end - 1]] if end < len(kinds) else nothing,
+        layout_of=moved.layout_of,
+        change=moved.change,
+        entry=moved.transfer[kinds[begin - 1]] if begin > 0 else nothing,
+        exit=moved.transfer[kinds[end - 1]] if end < len(kinds) else nothing,
     )
 
 
@@ -245,6 +248,7 @@ def random_layer(rng: Rng, name: str, scale: int) -> LayerSpec:
             forward_collectives=int(rng.integers(1, 4)),
             backward_collectives=int(rng.integers(0, 4)),
             message_bytes=size(0.0, 0.5),
+            sequence_divides=((), (8,), (4,), (6,), (12, 4), (16,))[int(rng.integers(6))],
         )
     return LayerSpec(
         name=name,

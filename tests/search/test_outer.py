@@ -65,6 +65,37 @@ def test_equals_brute_force(seed: int) -> None:
     assert binding >= 20, "the instances test too little: memory seldom decides"
 
 
+def test_equals_brute_force_where_sequences_are_divided() -> None:
+    """Layers with and without sequence parallelism side by side: gathering between them must be charged, and layers
+    that have no sequence to divide must not take it."""
+    mixed = plain = 0
+    for trial in range(200):
+        rng = np.random.default_rng((17, trial))
+        free = random_problem(rng, most_work=1500)
+        kinds = frozenset({Kind.DP, Kind.TP} if trial % 2 else {Kind.TP})
+        space = Space(name="tp", title="", kinds=kinds, switches=Switches(sequence_parallel=True))
+        free = replace(free, space=replace(space, pipeline="none" if trial % 3 else "any"))
+        fastest = search(free)
+        if fastest is None:
+            continue
+        problem = replace(free, budget=int(check_plan(free, fastest) * rng.uniform(0.6, 1.0)))
+        expected, optimum = brute_search(problem), search(problem)
+        assert throughput(optimum) == (Fraction(expected.batch, expected.iteration_ns) if expected else 0), trial
+        if optimum is None:
+            continue
+        check_plan(problem, optimum)
+        strategies = [strategy for stage in optimum.strategies for strategy in stage]
+        for layer, strategy in zip(problem.cost.model.layers, strategies, strict=True):
+            tensor = layer.tensor_parallel
+            lengths = (tensor.sequence_divides if tensor else ()) or (1,)
+            assert not strategy.sequence_parallel or not any(n % strategy.degree(Kind.TP) for n in lengths), trial
+        for stage in optimum.strategies:
+            mixed += any(a.sequence_parallel != b.sequence_parallel for a, b in pairwise(stage))
+            plain += not any(strategy.sequence_parallel for strategy in stage)
+    assert mixed >= 15, "sequences are seldom divided beside others that are whole, so the comparison proves little"
+    assert plain >= 20
+
+
 def test_equals_the_table_with_all_cuts() -> None:
     """Algorithm 1 over all cuts with a quantum of one byte: an oracle that shares no code with brute force."""
     feasible = 0

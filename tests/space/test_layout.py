@@ -1,8 +1,8 @@
-"""Layouts against a simulation of who holds which rows.
+"""Layouts and forms against a simulation of who holds which rows and tokens.
 
 A batch has one row a rank and is viewed with one axis a digit of the rank: under a layout a rank holds the rows that
-agree with it in the layout's digits. What would break: a Slice-Gather that leaves a rank with a row missing or one too
-many, or that is priced for other rows than it moves.
+agree with it in the layout's digits, and likewise the tokens of a sequence. What would break: a Slice-Gather that
+leaves a rank with a row missing or one too many, or that is priced for other rows or tokens than it moves.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from galvatron.cost.slice_gather import layout_rates
+from galvatron.cost.slice_gather import form_rates
 from galvatron.space import Space, Switches
-from galvatron.spec import Cluster, Device, Digit, Kind, Layout, Level, Strategy, gathered_digits, prime_factors
+from galvatron.spec import Cluster, Device, Digit, Form, Kind, Layout, Level, Strategy, gathered_digits, prime_factors
 
 Rows = list[frozenset[int]]
 """What each rank holds."""
@@ -148,7 +148,7 @@ def _flat_cluster(devices: int) -> Cluster:
 def test_a_change_is_priced_by_the_rows_it_moves(devices: int) -> None:
     """Forward and backward together, as a share of the batch."""
     layouts = layouts_of(devices)
-    per_byte, fixed = layout_rates(layouts, _flat_cluster(devices))
+    per_byte, fixed = form_rates([Form(layout) for layout in layouts], _flat_cluster(devices))
     assert not fixed.any()
     differ = []
     for (i, source), (j, target) in product(enumerate(layouts), repeat=2):
@@ -156,3 +156,47 @@ def test_a_change_is_priced_by_the_rows_it_moves(devices: int) -> None:
         if not np.isclose(per_byte[i, j], received / devices, rtol=1e-12):
             differ.append((sorted(source), sorted(target), float(per_byte[i, j]), received / devices))
     assert differ == []
+
+
+def _forms_of(devices: int) -> list[Form]:
+    switches = Switches(hybrid_sharding=True, sequence_parallel=True)
+    strategies = Space(name="full", title="", switches=switches).strategies(devices)
+    return list(dict.fromkeys(strategy.form for strategy in strategies))
+
+
+def _cells_received(devices: int, source: Form, target: Form) -> int:
+    """Cells (row, token) that a rank receives on the way, after checking that it ends with those it should hold."""
+    rows, tokens = held(devices, source.rows), held(devices, source.sequence)
+    received = 0
+    if source.sequence != target.sequence:
+        whole = gather(tokens, source.sequence)
+        received += len(rows[0]) * (len(whole[0]) - len(tokens[0]))
+        tokens = whole
+    rows, received_rows = changed(devices, source.rows, target.rows)
+    received += received_rows * len(tokens[0])
+    if source.sequence != target.sequence:
+        tokens = slice_rows(tokens, target.sequence)
+    assert (rows, tokens) == (held(devices, target.rows), held(devices, target.sequence))
+    return received
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8, 12])
+def test_a_change_of_form_is_priced_by_the_cells_it_moves(devices: int) -> None:
+    forms = _forms_of(devices)
+    per_byte, _ = form_rates(forms, _flat_cluster(devices))
+    differ = []
+    for (i, source), (j, target) in product(enumerate(forms), repeat=2):
+        received = _cells_received(devices, source, target) + _cells_received(devices, target, source)
+        if not np.isclose(per_byte[i, j], received / devices**2, rtol=1e-12):
+            differ.append((source, target, float(per_byte[i, j]), received / devices**2))
+    assert differ == []
+
+
+def test_forms_tell_sequence_parallel_layers_apart() -> None:
+    plain, sequence = (Strategy.parse(text).form for text in ("dp2-tp4", "dp2-tp4+sp"))
+    assert plain.rows == sequence.rows == {Digit(4, 2)}
+    assert not plain.sequence
+    assert sequence.sequence == {Digit(2, 2), Digit(1, 2)}
+    assert (plain.parts, sequence.parts) == (2, 8)
+    assert Strategy.parse("sdp2-tp4+sp+rc").form == sequence
+    assert Strategy.parse("dp8").form == Form(Strategy.parse("dp8").layout)

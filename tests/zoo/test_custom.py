@@ -30,7 +30,7 @@ forward_flops = 4.5e9
 activation_bytes = "64MiB"
 boundary_bytes = "1MiB"
 transient_bytes = "3MiB"
-tensor_parallel = { heads = 16, kv_heads = 4 }
+tensor_parallel = { heads = 16, kv_heads = 4, sequence_length = 128 }
 
 [[layers]]
 name = "head"
@@ -62,7 +62,7 @@ def test_figures_arrive(tmp_path: Path) -> None:
     # 4 tensors of the boundary's size stay whole: block input, residual sum, norm outputs.
     assert (block.split_activation_bytes, block.replicated_activation_bytes) == (60 * MIB, 4 * MIB)
     assert block.tensor_parallel == TensorParallel(
-        divides=(16, 4), forward_collectives=2, backward_collectives=2, message_bytes=MIB
+        divides=(16, 4), forward_collectives=2, backward_collectives=2, message_bytes=MIB, sequence_divides=(128,)
     )
     assert (head.split_activation_bytes, head.replicated_activation_bytes) == (6 * MIB, 2 * MIB)
     assert head.tensor_parallel == TensorParallel(forward_collectives=0, backward_collectives=1, message_bytes=2 * MIB)
@@ -100,6 +100,7 @@ def test_bf16_halves_sizes_only(tmp_path: Path) -> None:
         ("count = 3", "count = 1_000_000", r"layers\[1\]\.count is 1000000; expected less than or equal to 10000"),
         ("count = 3", "count = 2.5", r"layers\[1\]\.count is 2\.5; expected a valid integer"),
         ("heads = 16", "heads = 0", r"layers\[1\]\.tensor_parallel\.heads is 0"),
+        ("sequence_length = 128", "sequence_length = 0", r"layers\[1\]\.tensor_parallel\.sequence_length is 0"),
         ("heads = 16", "head = 16", r"tensor_parallel\.head is not a known field; did you mean"),
         ("replicated_parameters = 4_000", "replicated_parameters = 9e9", r"layers\[1\].*replicated_parameters \(9000"),
         ('activation_bytes = "64MiB"', "", r"layers\[1\] .*either activation_bytes, or split_activation_bytes"),

@@ -94,6 +94,8 @@ def test_errors_name_file_field_value_and_remedy(
         ("[1]", "holds a list"),
         ('{"model_type": "bert", "hidden_dropout_prob": NaN}', "hidden_dropout_prob is nan; expected a probability"),
         ('{"model_type": "bert", "hidden_size": Infinity}', "hidden_size is inf; expected an integer"),
+        ('{"model_type": "bert", "of_my_own": [NaN]}', "cannot be part of a plan .* finite"),
+        ('{"model_type": "bert", "of_my_own": "\\ud800"}', "cannot be part of a plan .* Unicode"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, content: str, message: str) -> None:

@@ -169,6 +169,27 @@ def test_tensor_parallelism_follows_megatron() -> None:
         assert whole.split_activation_bytes == 0
 
 
+def test_sequences_are_divided_in_blocks_and_language_heads() -> None:
+    """Everything between word embeddings and logits; not patches, windows or classes. ViT's 197 tokens never divide."""
+    expected: dict[str, dict[str, tuple[int, ...]]] = {
+        "bert-base": {"encoder": (512,), "head": (512,)},
+        "gpt2": {"decoder": (1024,), "head": (1024,)},
+        "llama3-8b": {"decoder": (8192,), "head": (8192,)},
+        "t5-base": {"encoder": (512,), "decoder": (512,), "head": (512,)},
+        "vit-base": {"encoder": (197,)},
+        "swin-base": {},
+    }
+    for name, lengths in expected.items():
+        kinds = load_model(name, Training()).kinds
+        tensors = {kind.name: kind.tensor_parallel.sequence_divides for kind in kinds if kind.tensor_parallel}
+        assert {kind: divides for kind, divides in tensors.items() if divides} == lengths
+    short = layer(load_model("gpt2", Training(sequence_length=100)), "decoder")
+    assert short.allows_sequence_parallel(4)
+    assert not short.allows_sequence_parallel(8)
+    assert not layer(load_model("gpt2", Training()), "embedding").allows_sequence_parallel(2)
+    assert not layer(load_model("vit-base", Training()), "head").allows_sequence_parallel(2)
+
+
 def test_sequence_length() -> None:
     assert load_model("llama3-8b", Training()).layers[0].boundary_bytes == 4 * 8192 * 4096
     short = load_model("gpt2", Training(sequence_length=128))

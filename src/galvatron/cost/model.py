@@ -17,8 +17,8 @@ from galvatron.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, transfer_s
 from galvatron.cost.conventions import Conventions
 from galvatron.cost.overlap import overlapped_s
-from galvatron.cost.slice_gather import change_s, layout_rates
-from galvatron.spec import Cluster, Kind, Layout, ModelProfile, ModelSpec, Strategy
+from galvatron.cost.slice_gather import change_s, form_rates
+from galvatron.spec import Cluster, Form, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
 
 __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
 
@@ -84,16 +84,16 @@ class StageCosts:
         self.cost = cost
         self.strategies = strategies
         self.devices = cost.cluster.devices // pipeline_degree
-        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(strategy.layout for strategy in strategies))
-        self.layout_of: Integers = np.array([self.layouts.index(strategy.layout) for strategy in strategies])
+        self.layouts: tuple[Form, ...] = tuple(dict.fromkeys(strategy.form for strategy in strategies))
+        """What changes and transfers cost by: the form of the activations, which the search knows as a layout."""
+        numbers = {form: number for number, form in enumerate(self.layouts)}
+        self.layout_of: Integers = np.array([numbers[strategy.form] for strategy in strategies])
         self.data_degree: Integers = np.array([strategy.data_degree for strategy in strategies])
         self._layers = layer_arrays(cost.model, cost.cluster, cost.profile)
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array(
-            [[kind.allows_tensor_parallel(s.degree(Kind.TP)) for s in strategies] for kind in cost.model.kinds]
-        )
-        self._rates = layout_rates(self.layouts, cost.cluster)
+        self._allowed = np.array([[_allows(kind, s) for s in strategies] for kind in cost.model.kinds])
+        self._rates = form_rates(self.layouts, cost.cluster)
         self._stage_link = cost.cluster.stage_link(self.devices) if pipeline_degree > 1 else None
 
     def layer_costs(self, micro_batch: NDArray[np.int64]) -> LayerCosts:
@@ -107,8 +107,9 @@ class StageCosts:
         message = samples * layers.tp_message_bytes
         reduce_s, gather_s = all_reduce_s(message, arrays.tp), all_gather_s(message, arrays.tp)
         tp_forward = layers.tp_forward_collectives * reduce_s
-        tp_again = layers.tp_forward_collectives * (
-            arrays.recompute * reduce_s + arrays.sequence_parallel * gather_s
+        tp_again = (
+            layers.tp_forward_collectives * arrays.recompute * reduce_s
+            + layers.tp_backward_collectives * arrays.sequence_parallel * gather_s
         )  # recompute repeats forward; sequence parallelism gathers inputs again for the weights' gradients
         tp_s = tp_forward + layers.tp_backward_collectives * reduce_s + tp_again
 
@@ -177,21 +178,28 @@ class StageCosts:
         return np.minimum(micro_batches, self.cost.conventions.pipeline_transients)
 
     def change_ns(self, micro_batch: int) -> Integers:
-        """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""
+        """Slice-Gather after a layer of each kind, from form to form: (T, K, K)."""
         per_byte, fixed = self._rates
         return _up(change_s(micro_batch * self._layers.boundary_bytes[:, :, None], per_byte, fixed) * 1e9)
 
     def transfer_ns(self, micro_batch: int) -> Integers:
-        """One direction of the transfer between stages after a layer of each kind, by the receiver's layout: (T, K).
+        """One direction of the transfer between stages after a layer of each kind, by the receiver's form: (T, K).
 
-        A rank receives just the rows that its layout asks for, whatever the sender's layout is.
+        A rank receives just the rows and the part of the sequence that its form asks for, whatever the sender's is.
         """
         if self._stage_link is None:
             return np.zeros((len(self._layers.boundary_bytes), len(self.layouts)), dtype=np.int64)
-        parts = np.array([max(1, np.prod([digit.radix for digit in layout])) for layout in self.layouts])
+        parts = np.array([form.parts for form in self.layouts])
         link = self._stage_link
         size = micro_batch / parts * self._layers.boundary_bytes
         return _up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
+
+
+def _allows(layer: LayerSpec, strategy: Strategy) -> bool:
+    degree = strategy.degree(Kind.TP)
+    return layer.allows_tensor_parallel(degree) and (
+        not strategy.sequence_parallel or layer.allows_sequence_parallel(degree)
+    )
 
 
 def _up(values: Floats) -> Integers:

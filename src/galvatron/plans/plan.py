@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +32,7 @@ __all__ = [
     "layer_runs",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +54,8 @@ class ModelFacts:
     training: Training
     kinds: tuple[LayerSpec, ...]
     order: tuple[LayerRun, ...]
+    config: dict[str, Any] | None = field(hash=False)
+    """The Hugging Face configuration that builds the model; None for a model described by figures alone."""
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelFacts:
@@ -66,12 +68,13 @@ class ModelFacts:
             training=model.training,
             kinds=model.kinds,
             order=tuple(LayerRun(layer=name, count=len(list(run))) for name, run in runs),
+            config=None if model.config is None else dict(model.config),
         )
 
     def spec(self) -> ModelSpec:
         kinds = {kind.name: kind for kind in self.kinds}
         layers = tuple(kinds[run.layer] for run in self.order for _ in range(run.count))
-        return ModelSpec(name=self.name, family=self.family, layers=layers, training=self.training)
+        return ModelSpec(name=self.name, family=self.family, layers=layers, training=self.training, config=self.config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +194,8 @@ class Plan:
     bubble_s: float
     """Time the slowest stage waits for the others while the pipeline fills and drains."""
     stages: tuple[PlannedStage, ...]
-    certificate: Certificate
+    certificate: Certificate | None
+    """None: the plan was written by hand, so nothing is proven about it."""
 
     @property
     def pipeline_degree(self) -> int:

@@ -100,6 +100,9 @@ def _check(plan: Plan) -> None:
             raise InvalidInput(f"model.order[{index}].count: {run.count} is not a number of layers")
     if not plan.model.order:
         raise InvalidInput("model.order: the model has no layers")
+    config = plan.model.config
+    if config is not None and not isinstance(config.get("model_type"), str):
+        raise InvalidInput(f"model.config.model_type: {config.get('model_type')!r} is not the name of an architecture")
     model = plan.model.spec()
     if model.digest != plan.model.digest:
         raise PlanMismatch(f"model.digest: {plan.model.digest!r} does not match the model's facts ({model.digest!r})")
@@ -132,7 +135,7 @@ def _check_space(plan: Plan) -> None:
 
 def _check_numbers(plan: Plan) -> None:
     certificate = plan.certificate
-    if certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s:
+    if certificate is not None and (certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s):
         raise InvalidInput("certificate: the bound must be positive and no more than iteration_s, the gap not negative")
     if plan.bubble_s < 0 or any(min(asdict(stage.time).values()) < 0 or stage.time_s <= 0 for stage in plan.stages):
         raise InvalidInput("bubble_s or stages[].time: a time is negative")
@@ -185,6 +188,10 @@ def _check_strategy(plan: Plan, layer: LayerSpec, text: str, size: int, where: s
         raise InvalidInput(
             f"{where}.strategy: {text!r} splits {layer.name!r} by a degree that its heads do not divide by"
         )
+    if strategy.sequence_parallel and not layer.allows_sequence_parallel(strategy.degree(Kind.TP)):
+        lengths = layer.tensor_parallel.sequence_divides if layer.tensor_parallel else ()
+        having = f"sequences of {', '.join(map(str, lengths))}" if lengths else "nothing to divide along a sequence"
+        raise InvalidInput(f"{where}.strategy: {text!r} divides sequences, but {layer.name!r} has {having}")
     space = plan.space
     for flag, used, on in (
         ("recompute", strategy.recompute, space.recompute),

@@ -44,7 +44,9 @@ def plan_view(plan: Plan) -> RenderableType:
     )
     proof = plan.certificate
     certificate = Text(
-        f"proven best of the {plan.space.name!r} space{_rules(plan)}: gap {proof.gap:g}, {proof.combinations} "
+        "written by hand: nothing is proven about it"
+        if proof is None
+        else f"proven best of the {plan.space.name!r} space{_rules(plan)}: gap {proof.gap:g}, {proof.combinations} "
         f"combinations bounded, {proof.solved} solved exactly",
         style="dim",
     )

@@ -24,7 +24,7 @@ class Switches:
     recompute: bool = False
     """Each layer may keep only its input and run forward again."""
     sequence_parallel: bool = False
-    """Each layer with TP may also divide what TP replicates along the sequence."""
+    """Each layer with TP may also divide what TP replicates along the sequence, where it has one."""
     zero2: bool = False
     """Each layer with DP may shard gradients and optimizer states."""
     hybrid_sharding: bool = False

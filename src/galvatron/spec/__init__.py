@@ -3,7 +3,17 @@
 from galvatron.spec.cluster import Cluster, Device, Level, Link
 from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.spec.profile import LayerTime, ModelProfile
-from galvatron.spec.strategy import Axis, Digit, Kind, Layout, Strategy, gathered_digits, lines_up, prime_factors
+from galvatron.spec.strategy import (
+    Axis,
+    Digit,
+    Form,
+    Kind,
+    Layout,
+    Strategy,
+    gathered_digits,
+    lines_up,
+    prime_factors,
+)
 
 __all__ = [
     "Attention",
@@ -11,6 +21,7 @@ __all__ = [
     "Cluster",
     "Device",
     "Digit",
+    "Form",
     "Kind",
     "LayerSpec",
     "LayerTime",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from galvatron.errors import InvalidInput
 
@@ -67,6 +69,9 @@ class TensorParallel:
     """All-reduces in backward."""
     message_bytes: int
     """Size of each for one sample."""
+    sequence_divides: tuple[int, ...] = ()
+    """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
+    divide each of them. Empty: it cannot be divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +108,11 @@ class LayerSpec:
         """Whether the degree divides the heads (a layer that cannot be split is computed whole, so any degree goes)."""
         return self.tensor_parallel is None or all(count % degree == 0 for count in self.tensor_parallel.divides)
 
+    def allows_sequence_parallel(self, degree: int) -> bool:
+        """Whether the layer has sequences to divide, and the degree divides their lengths."""
+        lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
+        return bool(lengths) and all(length % degree == 0 for length in lengths)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -113,6 +123,9 @@ class ModelSpec:
     """Architecture family ("bert", "t5" …), the adapter that will run it; "custom" for a user's own layers."""
     layers: tuple[LayerSpec, ...]
     training: Training
+    config: Mapping[str, Any] | None = field(default=None, compare=False)
+    """The Hugging Face configuration that builds it, as JSON; None for a model described by figures alone. No part of
+    what the planner sees, so neither of comparisons nor of the digest."""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -1,4 +1,4 @@
-"""A strategy: how one layer is spread over the devices of its stage, and what layout its activations then have.
+"""A strategy: how one layer is spread over the devices of its stage, and what form its activations then have.
 
 Knows nothing of models, links or costs. Paper Section 3.2: a path through a decision tree, outermost level first.
 """
@@ -14,7 +14,18 @@ from itertools import takewhile
 
 from galvatron.errors import InvalidInput
 
-__all__ = ["Axis", "Digit", "Kind", "Layout", "Strategy", "compatible", "gathered_digits", "lines_up", "prime_factors"]
+__all__ = [
+    "Axis",
+    "Digit",
+    "Form",
+    "Kind",
+    "Layout",
+    "Strategy",
+    "compatible",
+    "gathered_digits",
+    "lines_up",
+    "prime_factors",
+]
 
 
 class Kind(StrEnum):
@@ -53,7 +64,23 @@ class Digit:
 
 
 Layout = frozenset[Digit]
-"""The digits that divide the batch: two layers with the same layout need no Slice-Gather between them."""
+"""The digits that divide something: the batch of a layer, or the sequence of its activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the activations between two layers are divided: nothing happens between layers with the same form."""
+
+    rows: Layout
+    """The digits that divide the batch."""
+    sequence: Layout = frozenset()
+    """The digits that divide each sample along its sequence; none without sequence parallelism."""
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts all of it is divided."""
+        return math.prod(digit.radix for digit in self.rows) * math.prod(digit.radix for digit in self.sequence)
+
 
 _AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
 _TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>(?:\+zero2)?(?:\+sp)?(?:\+rc)?)")
@@ -89,7 +116,18 @@ class Strategy:
 
     @cached_property
     def layout(self) -> Layout:
+        """The digits that divide the batch."""
         return self.digits(Kind.DP, Kind.SDP)
+
+    @cached_property
+    def sharding_digits(self) -> Layout:
+        """The digits over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2."""
+        return self.digits(Kind.DP if self.zero2 else Kind.SDP)
+
+    @cached_property
+    def form(self) -> Form:
+        """Of the activations that the layer takes and gives."""
+        return Form(self.layout, self.digits(Kind.TP) if self.sequence_parallel else frozenset())
 
     def __str__(self) -> str:
         axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"

@@ -45,7 +45,7 @@ def load_model(source: str | Path, training: Training) -> ModelSpec:
 
         named_by = path if folder else path.parent
         name = named_by.resolve().name if folder or path.name == "config.json" else path.stem
-        return read_huggingface(path).spec(name or "model", training)
+        return read_huggingface(path, name or "model", training)
     close = difflib.get_close_matches(str(source), preset_names(), n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(preset_names())}."
     raise InvalidInput(

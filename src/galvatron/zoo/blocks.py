@@ -44,10 +44,21 @@ def dropout_active(training: Training, probability: float) -> bool:
     return probability > 0 if training.dropout is None else training.dropout
 
 
-def collectives(message: int, *, forward: int, backward: int, divides: tuple[int, ...] = ()) -> TensorParallel:
+def collectives(
+    message: int,
+    *,
+    forward: int,
+    backward: int,
+    divides: tuple[int, ...] = (),
+    sequence_divides: tuple[int, ...] = (),
+) -> TensorParallel:
     """Tensor parallelism with the given all-reduces of one message size."""
     return TensorParallel(
-        divides=divides, forward_collectives=forward, backward_collectives=backward, message_bytes=message
+        divides=divides,
+        forward_collectives=forward,
+        backward_collectives=backward,
+        message_bytes=message,
+        sequence_divides=sequence_divides,
     )
 
 
@@ -221,7 +232,7 @@ def language_head(
         (*ops, logits, loss),
         boundary=boundary,
         incoming=0,
-        tensor_parallel=collectives(tokens * hidden * element, forward=0, backward=1),
+        tensor_parallel=collectives(tokens * hidden * element, forward=0, backward=1, sequence_divides=(tokens,)),
     )
     if paper:
         head = replace(head, transient_bytes=int(_PAPER_LOGIT_MAPS * cells * FP32))

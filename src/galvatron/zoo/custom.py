@@ -9,9 +9,10 @@
     forward_flops = 13.4e9
     activation_bytes = "64MiB"
     boundary_bytes = "2MiB"
-    tensor_parallel = { heads = 16 }
+    tensor_parallel = { heads = 16, sequence_length = 512 }
 
-Figures are for one sample in fp32; bf16 halves the sizes. How attention is computed and whether there is dropout is in
+Figures are for one sample in fp32; bf16 halves the sizes. Only layers with a ``sequence_length``, the tokens of their
+activations, can be sequence-parallel. How attention is computed and whether there is dropout is in
 the figures already. ``galvatron.zoo`` imports this module, and with it pydantic, only when such a file is read.
 """
 
@@ -71,6 +72,7 @@ class _TensorParallelEntry(_Strict):
     forward_collectives: Annotated[int, Field(ge=0, le=100)] = 2
     backward_collectives: Annotated[int, Field(ge=0, le=100)] = 2
     message_bytes: _Size | None = None
+    sequence_length: Annotated[int, Field(ge=1)] | None = None
 
 
 class _LayerEntry(_Strict):
@@ -112,12 +114,13 @@ class _LayerEntry(_Strict):
         if self.tensor_parallel is None:
             parameters, split, replicated = self.parameters, 0, split + replicated
         else:
-            message = self.tensor_parallel.message_bytes
+            message, length = self.tensor_parallel.message_bytes, self.tensor_parallel.sequence_length
             parallel = TensorParallel(
                 divides=tuple(count for count in (self.tensor_parallel.heads, self.tensor_parallel.kv_heads) if count),
                 forward_collectives=self.tensor_parallel.forward_collectives,
                 backward_collectives=self.tensor_parallel.backward_collectives,
                 message_bytes=scaled(self.boundary_bytes if message is None else message),
+                sequence_divides=() if length is None else (length,),
             )
         return LayerSpec(
             name=self.name,

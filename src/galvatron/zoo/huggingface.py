@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from galvatron.errors import InvalidInput
+from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.families.bert import Bert
 from galvatron.zoo.families.gpt2 import Gpt2
 from galvatron.zoo.families.llama import Llama
@@ -27,8 +29,8 @@ _LABELS = 2
 """Classes of a configuration that names none."""
 
 
-def read_huggingface(path: Path) -> Architecture:
-    """Read a ``config.json``, or the one in a folder."""
+def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
+    """Read a ``config.json``, or the one in a folder. The model keeps all of the file, known fields and others."""
     if path.is_dir():
         path = path / "config.json"
     try:
@@ -52,7 +54,14 @@ def read_huggingface(path: Path) -> Architecture:
         close = difflib.get_close_matches(model_type, _READERS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "describe other models layer by layer in a .toml file"
         raise fields.error("model_type", model_type, f"one of {known}; {hint}")
-    return _READERS[model_type](fields)
+    model = _READERS[model_type](fields).spec(name, training)
+    try:
+        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise InvalidInput(
+            f"{path}: cannot be part of a plan ({error}); expected numbers that are finite and text that is Unicode"
+        ) from None
+    return replace(model, config=content)
 
 
 def _bert(fields: Fields) -> Bert:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from galvatron.errors import InvalidInput
@@ -47,6 +48,9 @@ def _swin_huge(depth: int) -> Swin:
     return Swin(hidden=320, depths=(2, 2, depth - 6, 2), heads=(8, 16, 32, 64))
 
 
+_llama2 = partial(Llama, positions=4096, norm_epsilon=1e-5)
+_llama3 = partial(Llama, vocabulary=128256, positions=8192, rope_theta=500_000.0, norm_epsilon=1e-5)
+
 _BY_DEPTH: dict[str, Callable[[int], Architecture]] = {
     "bert-huge": _bert_huge,
     "vit-huge": _vit_huge,
@@ -75,11 +79,11 @@ _PRESETS: dict[str, Architecture] = {
     "gpt3-6.7b": Gpt2(hidden=4096, layers=32, heads=32, positions=2048),
     "gpt3-13b": Gpt2(hidden=5120, layers=40, heads=40, positions=2048),
     "gpt3-175b": Gpt2(hidden=12288, layers=96, heads=96, positions=2048),
-    "llama2-7b": Llama(positions=4096),
-    "llama2-13b": Llama(hidden=5120, layers=40, heads=40, inner=13824, positions=4096),
-    "llama2-70b": Llama(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672, positions=4096),
-    "llama3-8b": Llama(kv_heads=8, inner=14336, vocabulary=128256, positions=8192),
-    "llama3-70b": Llama(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672, vocabulary=128256, positions=8192),
+    "llama2-7b": _llama2(),
+    "llama2-13b": _llama2(hidden=5120, layers=40, heads=40, inner=13824),
+    "llama2-70b": _llama2(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672),
+    "llama3-8b": _llama3(kv_heads=8, inner=14336),
+    "llama3-70b": _llama3(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672),
     "bert-tiny": Bert(hidden=128, layers=2, heads=2, inner=512),
     "gpt2-tiny": Gpt2(hidden=128, layers=2, heads=2, positions=128),
     "llama-tiny": Llama(hidden=128, layers=2, heads=4, kv_heads=2, inner=352, vocabulary=1000, positions=128),

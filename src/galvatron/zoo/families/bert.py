@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron.spec.model import Attention, ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -36,6 +37,25 @@ class Bert:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     tied: bool = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "bert",
+            "architectures": ["BertForMaskedLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "type_vocab_size": self.token_types,
+            "hidden_act": self.activation,
+            "hidden_dropout_prob": self.hidden_dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+            "tie_word_embeddings": self.tied,
+        }
 
     def spec(self, name: str, training: Training) -> ModelSpec:
         tokens = token_count(training, self.positions, model=name, learned_positions=True)
@@ -78,7 +98,9 @@ class Bert:
             "encoder",
             (*mask, *residual((*attend, *drop), boundary), norm, *residual((*feed, *drop), boundary), norm),
             boundary=boundary,
-            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
+            tensor_parallel=collectives(
+                boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
         )
         transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
         act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True, split=False)
@@ -98,4 +120,5 @@ class Bert:
             family="bert",
             layers=(embedding, *[paper_block(encoder, training)] * self.layers, head),
             training=replace(training, sequence_length=tokens),
+            config=self.config,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -36,6 +37,25 @@ class Gpt2:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     tied: bool = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": self.hidden,
+            "n_layer": self.layers,
+            "n_head": self.heads,
+            "n_inner": self.inner,
+            "vocab_size": self.vocabulary,
+            "n_positions": self.positions,
+            "activation_function": self.activation,
+            "embd_pdrop": self.embedding_dropout,
+            "resid_pdrop": self.hidden_dropout,
+            "attn_pdrop": self.attention_dropout,
+            "tie_word_embeddings": self.tied,
+        }
 
     def spec(self, name: str, training: Training) -> ModelSpec:
         tokens = token_count(training, self.positions, model=name, learned_positions=True)
@@ -88,7 +108,9 @@ class Gpt2:
             "decoder",
             (*residual((norm, *attend, *drop), boundary), *residual((norm, *feed, *drop), boundary)),
             boundary=boundary,
-            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
+            tensor_parallel=collectives(
+                boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
         )
         head = language_head(
             (norm,),
@@ -105,4 +127,5 @@ class Gpt2:
             family="gpt2",
             layers=(embedding, *[decoder] * self.layers, head),
             training=replace(training, sequence_length=tokens),
+            config=self.config,
         )

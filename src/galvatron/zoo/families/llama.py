@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -37,11 +38,37 @@ class Llama:
     vocabulary: int = 32000
     positions: int = 2048
     """Trained length; rotary positions set no hard limit."""
+    rope_theta: float = 10000.0
+    """Longest wavelength of the rotary positions, over 2π."""
+    norm_epsilon: float = 1e-6
     activation: str = "silu"
     attention_bias: bool = False
     feed_forward_bias: bool = False
     attention_dropout: float = 0.0
     tied: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_epsilon,
+            "hidden_act": self.activation,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.feed_forward_bias,
+            "attention_dropout": self.attention_dropout,
+            "tie_word_embeddings": self.tied,
+        }
 
     def spec(self, name: str, training: Training) -> ModelSpec:
         tokens = token_count(training, self.positions, model=name, learned_positions=False)
@@ -89,7 +116,7 @@ class Llama:
             "decoder",
             (*residual((norm, *attend), boundary), *residual((norm, *feed), boundary)),
             boundary=boundary,
-            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides),
+            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
         )
         head = language_head(
             (norm,),
@@ -106,4 +133,5 @@ class Llama:
             family="llama",
             layers=(embedding, *[decoder] * self.layers, head),
             training=replace(training, sequence_length=tokens),
+            config=self.config,
         )

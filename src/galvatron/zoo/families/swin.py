@@ -7,6 +7,7 @@ block shifts its windows, which only changes the mask it adds: blocks of a stage
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -45,6 +46,29 @@ class Swin:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration; whole residual branches are not dropped, as no other family does so."""
+        return {
+            "model_type": "swin",
+            "architectures": ["SwinForImageClassification"],
+            "embed_dim": self.hidden,
+            "depths": list(self.depths),
+            "num_heads": list(self.heads),
+            "window_size": self.window,
+            "mlp_ratio": self.inner_ratio,
+            "image_size": list(self.image),
+            "patch_size": list(self.patch),
+            "num_channels": self.channels,
+            "num_labels": self.labels,
+            "qkv_bias": self.qkv_bias,
+            "use_absolute_embeddings": self.absolute_positions,
+            "hidden_act": self.activation,
+            "hidden_dropout_prob": self.hidden_dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+            "drop_path_rate": 0.0,
+        }
+
     def spec(self, name: str, training: Training) -> ModelSpec:
         refuse_sequence_length(training, model=name)
         layers = [self._embedding(training)]
@@ -55,7 +79,7 @@ class Swin:
         rows, columns = self.grids[-1]
         width = self.hidden << (len(self.depths) - 1)
         layers.append(class_head(rows * columns, width, self.labels, training, pooled=True))
-        return ModelSpec(name=name, family="swin", layers=tuple(layers), training=training)
+        return ModelSpec(name=name, family="swin", layers=tuple(layers), training=training, config=self.config)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

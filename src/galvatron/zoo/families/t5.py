@@ -8,6 +8,7 @@ relative position biases is counted with the embedding before it, so that all bl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron.spec.model import Attention, ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -46,6 +47,28 @@ class T5:
     activation: str = "relu"
     gated: bool = False
     dropout: float = 0.1
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": self.hidden,
+            "num_layers": self.encoders,
+            "num_decoder_layers": self.decoders,
+            "num_heads": self.heads,
+            "d_kv": self.head_dim,
+            "d_ff": self.inner,
+            "vocab_size": self.vocabulary,
+            "n_positions": self.positions,
+            "relative_attention_num_buckets": self.buckets,
+            "feed_forward_proj": f"gated-{self.activation}" if self.gated else self.activation,
+            "dropout_rate": self.dropout,
+            "tie_word_embeddings": True,
+            "is_encoder_decoder": True,
+            "decoder_start_token_id": 0,  # T5 starts with padding; its class has no default for it
+        }
 
     def spec(self, name: str, training: Training) -> ModelSpec:
         tokens = token_count(training, self.positions, model=name, learned_positions=False)
@@ -107,7 +130,9 @@ class T5:
                 *residual((norm, *feed, *drop), message),
             ),
             boundary=message,
-            tensor_parallel=collectives(message, forward=2, backward=2, divides=(self.heads,)),
+            tensor_parallel=collectives(
+                message, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
         )
         # In Megatron, which the paper ran, the gradient of the encoder's output is summed in every decoder as well.
         memory = 1 if training.attention is Attention.PAPER else 0
@@ -119,7 +144,9 @@ class T5:
                 *residual((norm, *feed, *drop), message),
             ),
             boundary=2 * message,
-            tensor_parallel=collectives(message, forward=3, backward=3 + memory, divides=(self.heads,)),
+            tensor_parallel=collectives(
+                message, forward=3, backward=3 + memory, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
         )
         head = language_head(
             (norm, *drop),
@@ -138,4 +165,5 @@ class T5:
             family="t5",
             layers=(embedding, *encoders, decoder_embedding, *decoders, head),
             training=replace(training, sequence_length=tokens),
+            config=self.config,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.blocks import (
@@ -37,6 +38,26 @@ class Vit:
     activation: str = "gelu"
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "vit",
+            "architectures": ["ViTForImageClassification"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.inner,
+            "image_size": list(self.image),
+            "patch_size": list(self.patch),
+            "num_channels": self.channels,
+            "num_labels": self.labels,
+            "qkv_bias": self.qkv_bias,
+            "hidden_act": self.activation,
+            "hidden_dropout_prob": self.hidden_dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+        }
 
     def spec(self, name: str, training: Training) -> ModelSpec:
         refuse_sequence_length(training, model=name)
@@ -88,8 +109,11 @@ class Vit:
             "encoder",
             (*residual((norm, *attend, *drop), boundary), *residual((norm, *feed, *drop), boundary)),
             boundary=boundary,
-            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=(self.heads,)),
+            tensor_parallel=collectives(
+                boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
         )
         head = class_head(tokens, self.hidden, self.labels, training, pooled=False)
         blocks = [paper_block(encoder, training)] * self.layers
-        return ModelSpec(name=name, family="vit", layers=(embedding, *blocks, head), training=training)
+        layers = (embedding, *blocks, head)
+        return ModelSpec(name=name, family="vit", layers=layers, training=training, config=self.config)

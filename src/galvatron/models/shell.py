@@ -1,0 +1,226 @@
+"""A stock model's own forward, run in parts: before, with and after its repeated blocks.
+
+A *shell* is a hollow copy of the model in which blocks have stand-ins, and so may every *unit*: a module that owns
+parameters (outside the blocks). A unit's stand-in runs on the meta device for the shape of its result and returns a
+tensor of NaNs, so that any part of the model runs without the weights of the others, and what secretly uses them shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from galvatron.models.hollow import hollow_copy
+
+__all__ = ["Call", "Held", "Shell", "Stop", "Unit", "find_units", "has_nan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module outside the blocks that owns parameters."""
+
+    name: str
+    module: nn.Module
+
+
+class Held(nn.Module):
+    """A parameter that a module around the blocks owns itself, as a module that a layer can own."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.value = parameter
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
+@dataclass(slots=True)
+class Call:
+    """How a block was called."""
+
+    block: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Stop(Exception):
+    """Ends a forward pass where enough is known."""
+
+
+def find_units(model: nn.Module, blocks: str) -> tuple[Unit, ...]:
+    """The units around the list of blocks of that name, in the order of the model; those of modules that contain the
+    list are single parameters (:class:`Held`)."""
+    units: list[Unit] = []
+
+    def walk(name: str, module: nn.Module) -> None:
+        inner = {f"{name}.{child}".lstrip("."): own for child, own in module.named_children()}
+        around = not name or blocks.startswith(f"{name}.")
+        if around:
+            units.extend(
+                Unit(f"{name}.{key}".lstrip("."), Held(own)) for key, own in module.named_parameters(recurse=False)
+            )
+        elif any(True for _ in module.parameters(recurse=False)):
+            units.append(Unit(name, module))
+            return
+        for child, own in inner.items():
+            if child != blocks:
+                walk(child, own)
+
+    walk("", model)
+    return tuple({id(unit.module): unit for unit in units}.values())
+
+
+@dataclass(slots=True)
+class _Log:
+    calls: list[Call] = field(default_factory=list)
+    used: list[tuple[str, int]] = field(default_factory=list)
+    """Units that ran or were read, with the number of blocks called before."""
+
+
+class Shell:
+    """A hollow copy of a model, with stand-ins for its blocks and for the units not in ``real``."""
+
+    def __init__(self, model: nn.Module, blocks: str, units: Iterable[Unit], real: Iterable[str] = ()) -> None:
+        self.model = hollow_copy(model)
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            self.model.config.use_cache = False
+        self.blocks: list[nn.Module] = list(self.model.get_submodule(blocks))
+        self.log = _Log()
+        self._held = {unit.name: unit.module for unit in units if isinstance(unit.module, Held)}
+        self._real = {unit.name: unit.module for unit in units if unit.name in set(real)}
+        self._stubs: dict[str, nn.Module] = {}
+        self._device = torch.device("cpu")
+        for unit in units:
+            if unit.name in self._held:
+                continue
+            if unit.name in self._real:
+                self.model.set_submodule(unit.name, unit.module)
+            else:
+                stub = self._stubs[unit.name] = self.model.get_submodule(unit.name).to("meta")
+                stub.forward = self._stand_in(unit.name, stub.forward)
+        self.on_block: Callable[[Call], Any] = _stop
+        """What a block's stand-in returns."""
+        self._forwards = [block.to("meta").forward for block in self.blocks]
+        for index, block in enumerate(self.blocks):
+            block.forward = self._block(index)
+        self.watched: frozenset[str] = frozenset()
+        """Units whose stand-ins return zeros unless a NaN came in: to see whether one does."""
+        self.note_reads = False
+        """Whether to log reads of single parameters, which slows all of torch down."""
+
+    def run(self, inputs: Mapping[str, Tensor], dtype: torch.dtype, *, training: bool) -> Any:
+        """The stock forward on these inputs; None if it was stopped. The log is that of the last run."""
+        self.log = _Log()
+        self._place(next(iter(inputs.values())).device, dtype)
+        if self.model.training != training:
+            self.model.train(training)
+        with self._parameters_held(dtype):
+            try:
+                return self.model(**inputs)
+            except Stop:
+                return None
+
+    def shapes_of_block(self, call: Call) -> Any:
+        """What the block itself would return, on the meta device."""
+        return _on_meta(self._forwards[call.block], call.args, call.kwargs)
+
+    def _block(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = Call(index, args, kwargs)
+            self.log.calls.append(call)
+            return self.on_block(call)
+
+        return forward
+
+    def _stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            self.log.used.append((name, len(self.log.calls)))
+            clean = name in self.watched and not has_nan((args, kwargs))
+            made = _on_meta(forward, args, kwargs)
+            fill = 0.0 if clean else torch.nan
+            return tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
+
+        return stand_in
+
+    def _filled(self, like: Tensor, fill: float) -> Tensor:
+        return torch.full(like.shape, fill if like.is_floating_point() else 0, dtype=like.dtype, device=self._device)
+
+    @contextmanager
+    def _parameters_held(self, dtype: torch.dtype) -> Iterator[None]:
+        """Give the modules around the blocks their own parameters: the real ones or stand-ins."""
+        places = []
+        for name, held in self._held.items():
+            path, _, attribute = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            own = getattr(module, attribute)
+            places.append((module, attribute, own))
+            delattr(module, attribute)
+            if name in self._real:
+                value = held()
+            else:
+                value = self._filled(own.to(dtype), 0.0 if name in self.watched else torch.nan)
+            setattr(module, attribute, value)
+        try:
+            names = zip(self._held, places, strict=True)
+            with (
+                _Reads({id(getattr(m, a)): n for n, (m, a, _) in names}, self.log) if self.note_reads else nullcontext()
+            ):
+                yield
+        finally:
+            for module, attribute, own in places:
+                delattr(module, attribute)
+                module.register_parameter(attribute, own)
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Buffers to the inputs' device, stand-ins to the dtype of activations."""
+        for stub in self._stubs.values():
+            stub.to(dtype)
+        if device == self._device:
+            return
+        self._device = device
+        kept = {id(module) for own in (*self._real.values(), *self._stubs.values()) for module in own.modules()}
+        for module in self.model.modules():
+            if id(module) not in kept:
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(device)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes when a held parameter is read."""
+
+    def __init__(self, names: dict[int, str], log: _Log) -> None:
+        super().__init__()
+        self._names = names
+        self._log = log
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for own in tree_flatten((args, kwargs))[0]:
+            if id(own) in self._names:
+                self._log.used.append((self._names[id(own)], len(self._log.calls)))
+        return function(*args, **(kwargs or {}))
+
+
+def _stop(call: Call) -> Any:
+    raise Stop
+
+
+def _on_meta(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(lambda own: own.to("meta") if isinstance(own, Tensor) else own, (args, kwargs))
+    with torch.no_grad():
+        return forward(*args, **kwargs)
+
+
+def has_nan(values: Any) -> bool:
+    """Whether any tensor among these holds a NaN."""
+    return any(
+        bool(own.isnan().any())
+        for own in tree_flatten(values)[0]
+        if isinstance(own, Tensor) and own.is_floating_point() and not own.is_meta
+    )

@@ -1,0 +1,321 @@
+"""Puts one rank's stage together: layers cut, split, filled with weights and made into units, in the plan's order.
+
+Works layer by layer, so that a rank never holds more than one whole layer beside its own shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from galvatron.models.layer import CutModel, Layer, Tie, Use
+from galvatron.models.rules import Table
+from galvatron.models.weights import Weights
+from galvatron.runtime.borrowing import SplitRowsOf, lend, resplit
+from galvatron.runtime.forms import FormChange
+from galvatron.runtime.groups import GroupPool, Position, ranks_along, spell
+from galvatron.runtime.layout import Grid
+from galvatron.runtime.pieces import Cut, Piece, part_of
+from galvatron.runtime.randomness import LayerRandomness, draws
+from galvatron.runtime.replicated import ReplicatedUnit
+from galvatron.runtime.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
+from galvatron.runtime.stage import Slot, Stage
+from galvatron.runtime.tensor_parallel import TensorGroup, split
+from galvatron.runtime.units import LocalParameter, Unit
+from galvatron.runtime.wiring import TIES, StagePlan
+from galvatron.spec import Digit, Kind, Strategy
+
+__all__ = ["Assembly", "Settings", "assemble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a rank computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations and working parameters."""
+    master_dtype: torch.dtype
+    """Of masters, gradients' sums and optimizer states."""
+    seed: int
+
+
+@dataclass(kw_only=True)
+class Assembly:
+    """A rank's stage, ready to run."""
+
+    stage: Stage
+    units: list[Unit]
+    owners: dict[int, LocalParameter] = field(default_factory=dict)
+    """For each tie (by its number in the model) that this stage uses: the copy that its first user owns."""
+
+
+def assemble(
+    cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], grid: Grid, pool: GroupPool, rank: int,
+    weights: Weights, settings: Settings,
+) -> Assembly:  # fmt: skip
+    """Build the stage of a rank."""
+    return _Assembler(cut, plan, stages, grid, pool, rank, weights, settings).assemble()
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """A layer on its way into the stage."""
+
+    index: int
+    layer: Layer
+    strategy: Strategy
+    cuts: dict[str, Cut]
+    tensor: TensorGroup | None
+    slot: Slot
+    values: dict[str, Tensor]
+    """Whole values of its parameters."""
+
+
+class _Assembler:
+    def __init__(
+        self, cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], grid: Grid, pool: GroupPool, rank: int,
+        weights: Weights, settings: Settings,
+    ) -> None:  # fmt: skip
+        self.cut, self.plan, self.stages, self.grid, self.pool = cut, plan, stages, grid, pool
+        self.weights, self.settings = weights, settings
+        self.position = Position(plan.ranks, rank)
+        self.units: list[Unit] = []
+        self.owners: dict[int, LocalParameter] = {}
+        self._lenders: dict[int, Callable[[_Part], Callable[[], Tensor]]] = {}
+        self._prepare: dict[int, Callable[[], None]] = {}
+
+    def assemble(self) -> Assembly:
+        slots, changes = [], []
+        before: Strategy | None = None
+        for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
+            changes.append(
+                None if before is None else FormChange(self.pool, self.position, self.grid, before.form, strategy.form)
+            )
+            slots.append(self._slot(index, strategy))
+            before = strategy
+        stage = Stage(slots, [strategy.layout for strategy in self.plan.strategies], changes)
+        sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
+        if sharded:
+            shard_root(stage, sharded, self.settings.device.type)
+            prefetch(sharded)
+        return Assembly(stage=stage, units=self.units, owners=self.owners)
+
+    def _slot(self, index: int, strategy: Strategy) -> Slot:
+        layer = copy.deepcopy(self.cut.layers[index])
+        shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
+        randomness = self._randomness(index, layer, strategy)
+        tensor = self._tensor_group(strategy, randomness)
+        slot = Slot(layer, randomness, recompute=strategy.recompute)
+        cuts = split(layer, tensor, shared) if tensor is not None and layer.rules else {}
+        part = _Part(
+            index=index, layer=layer, strategy=strategy, cuts=cuts, tensor=tensor, slot=slot,
+            values=self.weights.tensors(index),
+        )  # fmt: skip
+        self._borrow(part)
+        self._fill(part)
+        self._make_unit(part)
+        return slot
+
+    # Who computes what
+
+    def _tensor_group(self, strategy: Strategy, randomness: LayerRandomness | None) -> TensorGroup | None:
+        group = self.pool.along(self.position, strategy.digits(Kind.TP))
+        if group is None:
+            return None
+        return TensorGroup(
+            group=group,
+            sequence=strategy.sequence_parallel,
+            on_enter=randomness.inside if randomness is not None else None,
+            on_leave=randomness.outside if randomness is not None else None,
+        )
+
+    def _randomness(self, index: int, layer: Layer, strategy: Strategy) -> LayerRandomness | None:
+        if not draws(layer):
+            return None
+        return LayerRandomness(
+            device=self.settings.device,
+            seed=self.settings.seed,
+            layer=index,
+            rows=spell(self.position.index, strategy.layout),
+            tensor=spell(self.position.index, strategy.digits(Kind.TP)),
+            sequence=strategy.sequence_parallel,
+        )
+
+    # Tied weights
+
+    def _ties(self, index: int) -> list[tuple[int, Tie, Use]]:
+        return [
+            (number, tie, use) for number, tie in enumerate(self.cut.ties) for use in tie.uses if use.layer == index
+        ]
+
+    def _stages_of(self, tie: Tie) -> list[StagePlan]:
+        return [stage for stage in self.stages if stage.uses(tie)]
+
+    def _borrow(self, part: _Part) -> None:
+        """Lend tied weights of owners in this stage to the layer."""
+        for number, tie, use in self._ties(part.index):
+            if tie.small:
+                self._borrow_table(number, tie, use, part)
+            elif number in self._lenders:
+                path, _, name = use.name.rpartition(".")
+                lend(part.layer.get_submodule(path), name, self._lenders[number](part), self._prepare.get(number))
+
+    def _borrow_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
+        """A small table is whole on each rank; a layer sees the columns of its own heads."""
+        if number not in self._lenders:
+            self._make_table(number, tie, use, part)
+        path, _, name = use.name.rpartition(".")
+        rule = next((rule for rule in part.layer.rules if isinstance(rule, Table) and rule.path == use.name), None)
+        owner = self._lenders[number](part)
+        if part.tensor is not None and rule is not None:
+            whole = self.owners[number].piece.shape[rule.dim]
+            mine = part_of(whole, part.tensor.index, part.tensor.degree)
+            dim = rule.dim
+            lend(part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)))
+        else:
+            lend(part.layer.get_submodule(path), name, owner)
+
+    def _make_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
+        stages = self._stages_of(tie)
+        value = part.values[use.name].to(self.settings.device, self.settings.master_dtype)
+        master = nn.Parameter(value.clone())
+        local = LocalParameter(
+            name=self._stock_name(tie),
+            piece=Piece(tuple(value.shape)),
+            master=master,
+            replicas=len(self.plan.ranks),
+            primary=self.position.index == 0 and stages[0] is self.plan,
+            counted=stages[0] is self.plan,
+        )
+        work = self._working(master)
+        group = self.pool.group(tuple(rank for stage in stages for rank in stage.ranks), TIES)
+        self.units.append(ReplicatedUnit([(local, work)], group, masters=work is not master))
+        self.owners[number] = local
+        self._lenders[number] = lambda part: lambda: work
+
+    def _stock_name(self, tie: Tie) -> str:
+        first = tie.uses[0]
+        return self.cut.layers[first.layer].stock_name(first.name)
+
+    # Parameters
+
+    def _fill(self, part: _Part) -> None:
+        """Give every parameter this rank's part of its value, and move buffers to the device."""
+        for name, parameter in list(part.layer.named_parameters()):
+            piece = Piece(tuple(part.values[name].shape), part.cuts.get(name))
+            value = piece.take(part.values[name]).to(self.settings.device, self.settings.master_dtype, copy=True)
+            _set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        part.layer.to(self.settings.device)
+
+    def _make_unit(self, part: _Part) -> None:
+        strategy = part.strategy
+        if strategy.sharding_digits and any(True for _ in part.layer.parameters()):
+            locals_ = self._shard(part, strategy.sharding_digits)
+        else:
+            locals_ = self._replicate(part)
+        for number, tie, use in self._ties(part.index):
+            if not tie.small and number not in self._lenders:
+                self._own(number, tie, use, part, locals_[use.name])
+
+    def _replicate(self, part: _Part) -> dict[str, LocalParameter]:
+        pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
+        for name, parameter in list(part.layer.named_parameters()):
+            work = self._working(parameter)
+            if work is not parameter:
+                _set_everywhere(part.layer, parameter, work)
+            pairs[name] = (self._local(part, name, parameter, frozenset(), None), work)
+        group = self.pool.along(self.position, part.strategy.digits(Kind.DP))
+        narrow = self.settings.dtype != self.settings.master_dtype
+        self.units.append(ReplicatedUnit(list(pairs.values()), group, masters=narrow))
+        return {name: local for name, (local, _) in pairs.items()}
+
+    def _working(self, master: nn.Parameter) -> nn.Parameter:
+        if self.settings.dtype == self.settings.master_dtype:
+            return master
+        return nn.Parameter(master.detach().to(self.settings.dtype), requires_grad=master.requires_grad)
+
+    def _shard(self, part: _Part, digits: frozenset[Digit]) -> dict[str, LocalParameter]:
+        strategy, lends = part.strategy, any(not tie.small for _, tie, _ in self._ties(part.index))
+        groups = self._shard_groups(strategy, digits)
+        heights = {name: parameter.shape[0] for name, parameter in part.layer.named_parameters()}
+        shard(
+            part.slot,
+            groups,
+            self.settings.device.type,
+            self.settings.dtype,
+            reshard=not (strategy.zero2 or lends),
+        )
+        place, degree = spell(self.position.index, digits), math.prod(digit.radix for digit in digits)
+        pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
+        for name, parameter in part.layer.named_parameters():
+            rows = part_of(heights[name], place, degree)
+            master = nn.Parameter(local_part(parameter.detach()), requires_grad=parameter.requires_grad)
+            pairs[name] = (self._local(part, name, master, digits, rows), parameter)
+        self.units.append(ShardedUnit(part.slot, groups, list(pairs.values()), zero2=strategy.zero2))
+        return {name: local for name, (local, _) in pairs.items()}
+
+    def _shard_groups(self, strategy: Strategy, digits: frozenset[Digit]) -> ShardGroups:
+        group = self.pool.along(self.position, digits)
+        assert group is not None
+        outer = frozenset() if strategy.zero2 else strategy.digits(Kind.DP)
+        replicate = self.pool.along(self.position, outer)
+        if replicate is None:
+            return ShardGroups(shard=group)
+        ranks = self.plan.ranks
+        rows = [ranks_along(Position(ranks, peer), digits) for peer in ranks_along(self.position, outer)]
+        return ShardGroups(shard=group, replicate=replicate, ranks=tuple(rows))
+
+    def _local(
+        self, part: _Part, name: str, master: nn.Parameter, digits: frozenset[Digit], rows: range | None
+    ) -> LocalParameter:
+        cut = part.cuts.get(name)
+        divided = digits | (part.strategy.digits(Kind.TP) if cut is not None else frozenset())
+        parts = math.prod(digit.radix for digit in divided)
+        others = part.strategy.digits(*Kind) - divided
+        partial = part.strategy.sequence_parallel and cut is None and part.layer.rules and part.tensor is not None
+        return LocalParameter(
+            name=part.layer.stock_name(name),
+            piece=Piece(tuple(part.values[name].shape), cut, rows),
+            master=master,
+            replicas=len(self.plan.ranks) // parts,
+            primary=spell(self.position.index, others) == 0,
+            summed_over=part.tensor.group if partial and part.tensor is not None else None,
+        )
+
+    def _own(self, number: int, tie: Tie, use: Use, part: _Part, local: LocalParameter) -> None:
+        """The first user in a stage owns the stage's copy of a tied weight, and lends it to the others."""
+        local.name = self._stock_name(tie)
+        local.counted = self._stages_of(tie)[0] is self.plan
+        local.primary = local.primary and local.counted
+        self.owners[number] = local
+        path, _, name = use.name.rpartition(".")
+        owner = part.layer.get_submodule(path)
+        height = local.piece.shape[0]
+        source = self._split_rows(part, use.name)
+
+        def lender(user: _Part) -> Callable[[], Tensor]:
+            target = self._split_rows(user, next(use.name for n, _, use in self._ties(user.index) if n == number))
+            return lambda: resplit(getattr(owner, name), height, source, target)
+
+        self._lenders[number] = lender
+        unit = self.units[-1]
+        if isinstance(unit, ShardedUnit):
+            self._prepare[number] = unit.gather
+
+    def _split_rows(self, part: _Part, name: str) -> SplitRowsOf:
+        if name not in part.cuts or part.tensor is None:
+            return SplitRowsOf(None, ())
+        return SplitRowsOf(part.tensor.group, ranks_along(self.position, part.strategy.digits(Kind.TP)))
+
+
+def _set_everywhere(layer: Layer, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter under each of its names."""
+    for module in layer.modules():
+        for name in [key for key, value in module._parameters.items() if value is old]:
+            setattr(module, name, new)

@@ -1,0 +1,142 @@
+"""A model that runs a plan: what :func:`galvatron.parallelize` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from galvatron.models.layer import Batch
+from galvatron.plans.plan import Plan
+from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.exchange import TieExchange
+from galvatron.runtime.norm import clip_, gradient_norm
+from galvatron.runtime.pipeline import Pipeline
+from galvatron.runtime.randomness import restored
+from galvatron.runtime.state import whole
+from galvatron.runtime.units import LocalParameter, Unit
+
+__all__ = ["ParallelModel"]
+
+
+class ParallelModel:
+    """One rank's share of a model under a plan.
+
+    ``parameters()`` are plain tensors, the parts of the parameters this rank owns, so that an ordinary optimizer takes
+    them; it should work elementwise (Adam, SGD …), because a part says nothing about the matrix it was cut from.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        pipeline: Pipeline,
+        units: Sequence[Unit],
+        reader: Reader,
+        exchanges: Sequence[tuple[LocalParameter, TieExchange]],
+        loss_replicas: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        """``loss_replicas``: ranks of the last stage that compute the loss of the same rows; ``shapes``: of all
+        parameters of the model, by their stock names."""
+        self.plan = plan
+        self.device = device
+        self._pipeline, self._units, self._reader = pipeline, tuple(units), reader
+        self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
+        self._shapes = shapes
+        self._iteration = 0
+
+    # What an optimizer needs
+
+    @property
+    def locals(self) -> list[LocalParameter]:
+        """This rank's part of each parameter, in the model's order."""
+        return [local for unit in self._units for local in unit.locals]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parts by the names of the stock model."""
+        for local in self.locals:
+            yield local.name, local.master
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def optimizer(self, kind: Callable[..., Optimizer] = torch.optim.AdamW, **options: Any) -> Optimizer:
+        """An optimizer over this rank's parameters, fused where PyTorch has that."""
+        parameters = list(self.parameters())
+        if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and "foreach" not in options:
+            options.setdefault("fused", True)
+        return kind(parameters, **options)
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient; the same on every rank."""
+        return gradient_norm(self.locals, self.device)
+
+    def clip_gradients(self, limit: float) -> Tensor:
+        """Scale gradients so that their norm is at most ``limit``; returns the norm before."""
+        norm = self.gradient_norm()
+        clip_(self.locals, norm, limit)
+        return norm
+
+    # The whole model
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(stock name, whole tensor) of each parameter in turn, on every rank; all ranks must take all of them."""
+        return whole(self.locals, self._shapes, lambda local: local.master, self.device)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The same for gradients."""
+        return whole(self.locals, self._shapes, lambda local: local.master.grad, self.device)
+
+    # Training
+
+    def local_batches(self, batches: Iterable[Batch]) -> Iterator[LocalBatch]:
+        """This rank's part of each batch; every rank must be given the same batches."""
+        for batch in batches:
+            yield self._reader.local(batch)
+
+    def forward_backward(self, batch: Batch | LocalBatch) -> Tensor:
+        """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank.
+
+        Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
+        """
+        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        for unit in self._units:
+            unit.begin()
+        with restored(self.device):
+            loss = self._pipeline.run(local, self._iteration)
+        for unit in self._units:
+            unit.finish()
+            unit.sum_partial()
+        for parameter, exchange in self._exchanges:
+            if parameter.master.grad is not None:
+                exchange(parameter.master.grad)
+        self._iteration += 1
+        return self._mean(loss, local)
+
+    def evaluate(self, batch: Batch | LocalBatch) -> Tensor:
+        """The mean loss without gradients and without dropout."""
+        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        for unit in self._units:
+            unit.begin()
+        self._pipeline.stage.eval()
+        try:
+            loss = self._pipeline.evaluate(local, self._iteration)
+        finally:
+            self._pipeline.stage.train()
+        return self._mean(loss, local)
+
+    def _mean(self, loss: Tensor | None, batch: LocalBatch) -> Tensor:
+        """Put the last stage's sums together."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        if loss is not None:
+            total += loss.double() / (self._loss_replicas * batch.targets)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total.float()

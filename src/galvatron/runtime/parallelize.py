@@ -1,0 +1,231 @@
+"""From a model and a plan to one rank's share of it: the runtime's entry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from galvatron.cost import Schedule
+from galvatron.errors import InvalidInput
+from galvatron.models.build import build_meta
+from galvatron.models.layer import CutModel, Tie
+from galvatron.models.registry import cut as cut_model
+from galvatron.models.rules import Columns, Vocabulary
+from galvatron.models.saved import SavedWeights
+from galvatron.models.weights import InitialWeights, ModelWeights, Weights
+from galvatron.plans.plan import Plan
+from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.checks import check_model, check_world
+from galvatron.runtime.exchange import Holding, TieExchange, holdings
+from galvatron.runtime.groups import GroupPool
+from galvatron.runtime.layout import Grid
+from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.pipeline import Neighbours, Pipeline
+from galvatron.runtime.schedule import actions
+from galvatron.runtime.state import shapes_of
+from galvatron.runtime.transfer import Crossing, Side
+from galvatron.runtime.units import LocalParameter
+from galvatron.runtime.wiring import BACKWARD, FORWARD, TIES, StagePlan, needed_groups
+from galvatron.spec import Layout, Precision
+
+__all__ = ["parallelize"]
+
+Model = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
+
+
+def parallelize(
+    model: Model,
+    plan: Plan,
+    *,
+    weights: str | Path | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> ParallelModel:
+    """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
+
+    ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a configuration, or
+    None for the one the plan was made for. ``weights``: a folder of safetensors to start from; without it, and without
+    weights in ``model``, they are initialised from ``seed``, to the same values under any plan. ``dtype``: compute in
+    this instead of the plan's precision. Raises :class:`galvatron.InvalidInput` before anything is allocated if model,
+    plan and number of processes do not go together.
+    """
+    _join()
+    check_world(plan, dist.get_world_size())
+    cut = cut_model(_stock(model, plan))
+    check_model(plan, cut)
+    source = _weights(cut, weights, seed)
+    where = torch.device(device) if device is not None else _own_device()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)
+    settings = Settings(device=where, dtype=narrow, master_dtype=wide, seed=seed)
+    return _Builder(plan, cut, source, settings).build()
+
+
+def _join() -> None:
+    """Join the other processes, if the program has not done so."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise InvalidInput(
+            "no process group: start the program with torchrun, or call torch.distributed.init_process_group first"
+        )
+    if torch.cuda.is_available():
+        device = _own_device()
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _stock(model: Model, plan: Plan) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    config = plan.model.config if model is None else model
+    if config is None:
+        raise InvalidInput(
+            f"plan: model {plan.model.name!r} was described by figures alone (model.config is null), so it cannot be "
+            "built; give parallelize the model or its configuration"
+        )
+    return build_meta(config, plan.model.training)
+
+
+def _weights(cut: CutModel, folder: str | Path | None, seed: int) -> Weights:
+    if folder is not None:
+        return SavedWeights(cut, Path(folder))
+    if any(parameter.is_meta for parameter in cut.model.parameters()):
+        return InitialWeights(cut, seed)
+    return ModelWeights(cut)
+
+
+class _Builder:
+    """Puts the parts of one rank together."""
+
+    def __init__(self, plan: Plan, cut: CutModel, weights: Weights, settings: Settings) -> None:
+        self.plan, self.cut, self.weights, self.settings = plan, cut, weights, settings
+        self.rank = dist.get_rank()
+        self.stages = tuple(
+            StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
+            for stage in plan.stages
+        )
+        self.grids = [
+            Grid([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
+        ]
+        self.pool = GroupPool(needed_groups(self.stages, self.grids, cut.ties))
+        self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
+
+    @property
+    def stage(self) -> StagePlan:
+        return self.stages[self.number]
+
+    def build(self) -> ParallelModel:
+        grid = self.grids[self.number]
+        assembly = assemble(self.cut, self.stage, self.stages, grid, self.pool, self.rank, self.weights, self.settings)
+        exchanges = self._exchanges(assembly)
+        index = self.stage.ranks.index(self.rank)
+        reader = Reader(
+            self.cut,
+            self._needs(),
+            grid,
+            index,
+            micro_batches=self.plan.micro_batches,
+            device=self.settings.device,
+            dtype=self.settings.dtype,
+        )
+        order = actions(Schedule(self.plan.schedule), self.number, len(self.stages), self.plan.micro_batches)
+
+        def expect_backward(last: bool) -> None:
+            for unit in assembly.units:
+                unit.expect_backward(last=last)
+
+        pipeline = Pipeline(
+            stage=assembly.stage,
+            neighbours=self._neighbours(),
+            actions=tuple(order),
+            empty_inputs=self._empty_inputs,
+            expect_backward=expect_backward,
+        )
+        last = self.stages[-1].strategies[-1]
+        return ParallelModel(
+            plan=self.plan,
+            pipeline=pipeline,
+            units=assembly.units,
+            reader=reader,
+            exchanges=exchanges,
+            loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
+            shapes=shapes_of(self.cut),
+            device=self.settings.device,
+        )
+
+    def _needs(self) -> dict[Layout, frozenset[str]]:
+        needs: dict[Layout, frozenset[str]] = {}
+        for index, strategy in zip(self.stage.layers, self.stage.strategies, strict=True):
+            needs[strategy.layout] = needs.get(strategy.layout, frozenset()) | self.cut.layers[index].inputs
+        return needs
+
+    def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
+        form = self.stage.strategies[0].form
+        rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
+        parts = form.parts // self.stage.strategies[0].data_degree
+        shapes = self.cut.carried(self.stage.first, batch.shapes)
+        return tuple(
+            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=self.settings.dtype, device=self.settings.device)
+            for shape in shapes
+        )
+
+    # Between stages
+
+    def _neighbours(self) -> Neighbours:
+        crossings: dict[str, Crossing] = {}
+        for first in range(len(self.stages) - 1):
+            if self.number not in (first, first + 1):
+                continue
+            here, there = self._side(first, -1), self._side(first + 1, 0)
+            ranks = here.ranks + there.ranks
+            sending = self.number == first
+            forward, backward = self.pool.group(ranks, FORWARD), self.pool.group(ranks, BACKWARD)
+            assert forward is not None
+            assert backward is not None
+            crossings["send_forward" if sending else "receive_forward"] = Crossing(here, there, self.rank, forward)
+            crossings["receive_backward" if sending else "send_backward"] = Crossing(there, here, self.rank, backward)
+        return Neighbours(**crossings)
+
+    def _side(self, number: int, layer: int) -> Side:
+        stage = self.stages[number]
+        return Side(ranks=stage.ranks, form=stage.strategies[layer].form, grid=self.grids[number])
+
+    def _exchanges(self, assembly: Assembly) -> list[tuple[LocalParameter, TieExchange]]:
+        """For each weight tied across stages of which this rank holds rows."""
+        exchanges = []
+        for number, tie in enumerate(self.cut.ties):
+            stages = [stage for stage in self.stages if stage.uses(tie)]
+            if tie.small or len(stages) == 1 or self.stage not in stages:
+                continue
+            group = self.pool.group(tuple(rank for stage in stages for rank in stage.ranks), TIES)
+            assert group is not None
+            copies = [self._holdings(tie, stage) for stage in stages]
+            exchanges.append((assembly.owners[number], TieExchange(copies, self.rank, group)))
+        return exchanges
+
+    def _holdings(self, tie: Tie, stage: StagePlan) -> list[Holding]:
+        """Which rows of a stage's copy each of its ranks holds."""
+        use = next(use for use in tie.uses if use.layer in stage.layers)
+        layer = self.cut.layers[use.layer]
+        path = use.name.rpartition(".")[0]
+        splits = any(isinstance(rule, (Columns, Vocabulary)) and rule.path == path for rule in layer.rules)
+        strategy = stage.strategies[use.layer - stage.first]
+        return holdings(stage.ranks, strategy, layer.get_parameter(use.name).shape[0], splits=splits)

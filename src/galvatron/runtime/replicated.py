@@ -1,0 +1,86 @@
+"""Data parallelism with whole parameters (DP, and layers under TP alone or on one device).
+
+Gradients of the last micro-batch's backward are summed as soon as all of a layer's are there, beside the backward of
+the layers before it. Nothing is stored twice: gradients live in one flat buffer a layer, which is what is sent.
+(FSDP2's ``replicate`` does the same with a second copy of all parameters from forward to backward.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from galvatron.runtime.units import LocalParameter, Unit
+
+__all__ = ["ReplicatedUnit"]
+
+
+class ReplicatedUnit(Unit):
+    """One layer's parameters, whole on each rank of its DP group."""
+
+    def __init__(
+        self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None, *, masters: bool
+    ) -> None:
+        """``pairs``: each with the parameter in the module; ``masters``: whether that is a working copy in a narrower
+        type, or the master itself."""
+        self.locals = [local for local, _ in pairs]
+        self._group, self._masters = group, masters
+        self._works = [work for _, work in pairs]
+        self._flat: Tensor | None = None
+        self._last = False
+        self._missing = 0
+        self._sum: dist.Work | None = None
+        for local, work in pairs:
+            if work.requires_grad:
+                work.register_post_accumulate_grad_hook(self._hook(local))
+
+    def _hook(self, local: LocalParameter):  # type: ignore[no-untyped-def]
+        def accumulated(work: Tensor) -> None:
+            if self._masters and work.grad is not None:
+                if local.master.grad is None:
+                    local.master.grad = work.grad.to(local.master.dtype)
+                else:
+                    local.master.grad += work.grad
+                work.grad = None
+            self._missing -= 1
+            if self._last and not self._missing:
+                self._start_sum()
+
+        return accumulated
+
+    def begin(self) -> None:
+        if self._masters:
+            torch._foreach_copy_(
+                [work.detach() for work in self._works], [local.master.detach() for local in self.locals]
+            )
+        if self._group is not None and all(local.master.grad is None for local in self.locals):
+            self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        """Let all gradients be views of one buffer."""
+        masters = [local.master for local in self.locals if local.master.requires_grad]
+        if not masters:
+            return
+        if self._flat is None:
+            self._flat = masters[0].new_empty(sum(master.numel() for master in masters))
+        self._flat.zero_()
+        for master, view in zip(masters, self._flat.split([master.numel() for master in masters]), strict=True):
+            master.grad = view.view_as(master)
+
+    def expect_backward(self, *, last: bool) -> None:
+        self._last = last and self._group is not None
+        self._missing = sum(work.requires_grad for work in self._works)
+
+    def _start_sum(self) -> None:
+        self._last = False
+        if self._flat is not None:
+            self._sum = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        if self._last:  # some parameter had no part in the loss
+            self._start_sum()
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None

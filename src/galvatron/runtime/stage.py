@@ -1,0 +1,60 @@
+"""One stage on this rank: its layers in order, each with its strategy, and Slice-Gather between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from galvatron.models.layer import Activations, Layer
+from galvatron.runtime.batches import MicroBatch
+from galvatron.runtime.forms import FormChange
+from galvatron.runtime.randomness import LayerRandomness
+from galvatron.spec import Layout
+
+__all__ = ["Slot", "Stage"]
+
+
+class Slot(nn.Module):
+    """A layer as a stage runs it: with its random numbers, and recomputed in backward if its strategy says so.
+
+    This is what FSDP2 wraps, so that a recomputed layer's parameters are gathered once for both its passes.
+    """
+
+    def __init__(self, layer: Layer, randomness: LayerRandomness | None, *, recompute: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._randomness, self._recompute = randomness, recompute
+
+    def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
+        def run(*tensors: torch.Tensor) -> Activations:
+            if self._randomness is not None and self.training:
+                self._randomness.begin(*step)
+            output: Activations = self.layer(tensors, context)
+            return output
+
+        if not (self._recompute and torch.is_grad_enabled()):
+            return run(*activations)
+        # The layer seeds its generator itself, so no state needs to be stashed.
+        recomputed: Activations = checkpoint(run, *activations, use_reentrant=False, preserve_rng_state=False)
+        return recomputed
+
+
+class Stage(nn.Module):
+    """Consecutive layers on one group of devices."""
+
+    def __init__(self, slots: Sequence[Slot], layouts: Sequence[Layout], changes: Sequence[FormChange | None]) -> None:
+        """``changes``: before each layer; None before the first, which is given its own form."""
+        super().__init__()
+        self.slots = nn.ModuleList(slots)
+        self._layouts, self._changes = tuple(layouts), tuple(changes)
+
+    def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
+        for slot, layout, change in zip(self.slots, self._layouts, self._changes, strict=True):
+            if change is not None:
+                activations = change(activations)
+            activations = slot(activations, micro_batch.context(layout), step)
+        return activations

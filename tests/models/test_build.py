@@ -1,0 +1,88 @@
+"""Models without weights: nothing on the CPU but buffers, which are the stock model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stock_models import CONFIGS
+from torch import nn
+
+from galvatron.errors import InvalidInput
+from galvatron.models.build import build_meta
+from galvatron.spec import Attention, Training
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_on_meta_and_buffers_are_right(name: str) -> None:
+    config = CONFIGS[name]()
+    state = torch.get_rng_state()
+    model: Any = build_meta(config, Training())
+    assert torch.equal(torch.get_rng_state(), state)
+    stock = type(model)(config)
+    assert {key: own.shape for key, own in model.named_parameters(remove_duplicate=False)} == {
+        key: own.shape for key, own in stock.named_parameters(remove_duplicate=False)
+    }
+    assert all(own.is_meta for own in model.parameters())
+    assert len(list(model.parameters())) == len(list(stock.parameters())), "tied weights stay tied"
+    torch.testing.assert_close(dict(model.named_buffers()), dict(stock.named_buffers()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"), [(Attention.FUSED, "sdpa"), (Attention.EAGER, "eager"), (Attention.PAPER, "eager")]
+)
+def test_attention(attention: Attention, expected: str) -> None:
+    model: Any = build_meta(CONFIGS["bert"](), Training(attention=attention))
+    assert model.config._attn_implementation == expected
+    assert model.bert.encoder.layer[0].attention.self.config._attn_implementation == expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dropout_can_be_turned_off(name: str) -> None:
+    config = CONFIGS[name]()
+    for field in [field for field in vars(config) if field.endswith(("dropout_prob", "pdrop", "dropout_rate"))]:
+        setattr(config, field, 0.25)
+
+    def active(model: nn.Module) -> bool:
+        held = {vars(module).get(field, 0) for module in model.modules() for field in ("attention_dropout", "dropout")}
+        return any(module.p > 0 for module in model.modules() if isinstance(module, nn.Dropout)) or held > {0}
+
+    assert active(build_meta(config, Training())) or name.startswith("llama")
+    assert not active(build_meta(config, Training(dropout=False)))
+    assert active(build_meta(config, Training(dropout=True))) or name.startswith("llama")
+
+
+def test_from_the_content_of_a_file() -> None:
+    model: Any = build_meta(
+        {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 30, "dtype": "bfloat16"},
+        Training(),
+    )
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert len(model.transformer.h) == 1
+    assert model.lm_head.weight.dtype == torch.float32
+    assert not model.config.use_cache
+
+
+def test_other_families_by_their_architecture() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    content = {"model_type": "mistral", **sizes, "intermediate_size": 8, "vocab_size": 20}
+    model = build_meta({**content, "architectures": ["MistralForCausalLM"]}, Training())
+    assert type(model).__name__ == "MistralForCausalLM"
+    with pytest.raises(InvalidInput, match="architectures is empty"):
+        build_meta(content, Training())
+    with pytest.raises(InvalidInput, match="'MistralForNothing'"):
+        build_meta({**content, "architectures": ["MistralForNothing"]}, Training())
+
+
+@pytest.mark.parametrize(("content", "message"), [({}, "no field model_type"), ({"model_type": "brt"}, "'brt'")])
+def test_unknown_configurations(content: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        build_meta(content, Training())
+
+
+def test_the_given_configuration_is_not_changed() -> None:
+    config = CONFIGS["bert"]()
+    build_meta(config, Training(dropout=False, attention=Attention.EAGER))
+    assert config.hidden_dropout_prob == 0.1
+    assert config._attn_implementation != "eager"
