@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from stock_models import CONFIGS
 from torch import nn
 
@@ -73,6 +74,13 @@ def test_other_families_by_their_architecture() -> None:
         build_meta(content, Training())
     with pytest.raises(InvalidInput, match="'MistralForNothing'"):
         build_meta({**content, "architectures": ["MistralForNothing"]}, Training())
+
+
+def test_attention_that_a_model_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.BertForMaskedLM, "_supports_sdpa", False)
+    with pytest.raises(InvalidInput, match="BertForMaskedLM: has no fused attention"):
+        build_meta(CONFIGS["bert"](), Training())
+    assert build_meta(CONFIGS["bert"](), Training(attention=Attention.EAGER))
 
 
 @pytest.mark.parametrize(("content", "message"), [({}, "no field model_type"), ({"model_type": "brt"}, "'brt'")])

@@ -1,10 +1,13 @@
-"""The oracle of the runtime: the stock model trained in one process by plain PyTorch, and how to compare with it."""
+"""The oracle of the runtime: the stock model trained in one process by plain PyTorch."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,15 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
+from transformers.utils import logging
 
-import galvatron
-from galvatron.cost import Schedule
 from galvatron.models.build import build_meta
 from galvatron.models.registry import cut
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
-from galvatron.spec import Attention, Cluster, Training
-from galvatron.zoo import load_cluster, load_model
+from galvatron.spec import Attention, Training
+
+__all__ = ["EPSILON", "Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
+
+logging.disable_progress_bar()
 
 _CLASSES = {
     "bert": "BertForMaskedLM",
@@ -47,14 +50,37 @@ class Case:
     dtype: torch.dtype = torch.float64
     steps: int = 3
     clip: float | None = None
-    length: int | None = 8
     padding: bool = False
     learning_rate: float = 1e-3
     training: Training = field(default_factory=lambda: Training(dropout=False))
     seed: int = 0
 
+    @property
+    def devices(self) -> int:
+        return sum(_devices(stage[0]) for stage in self.stages)
 
-@dataclass
+    @property
+    def length(self) -> int | None:
+        """Tokens a sample; images have none."""
+        return None if "image_size" in self.config else 8
+
+    @property
+    def key(self) -> str:
+        """All that a single process depends on."""
+        kept = {own.name: getattr(self, own.name) for own in fields(self) if own.name not in _OF_THE_PLAN}
+        return json.dumps(kept, default=str, sort_keys=True)
+
+
+_OF_THE_PLAN = {"stages", "micro_batches", "schedule"}
+
+
+def _devices(strategy: str) -> int:
+    from galvatron.spec import Strategy
+
+    return Strategy.parse(strategy).devices
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """What training gave, whole and in the stock model's names."""
 
@@ -66,12 +92,12 @@ class Record:
     """After the last step."""
 
 
-def batches(case: Case) -> list[dict[str, Tensor]]:
+def batches(case: Case, steps: int | None = None) -> list[dict[str, Tensor]]:
     """Random batches, the same in every process."""
     model = cut(build_meta(case.config, case.training))
     generator = torch.Generator().manual_seed(case.seed + 1)
     made = []
-    for _ in range(case.steps):
+    for _ in range(steps or case.steps):
         batch = model.example(case.batch, case.length, generator)
         if case.padding and "input_ids" in batch:
             length = batch["input_ids"].shape[1]
@@ -99,6 +125,21 @@ def stock_model(case: Case) -> nn.Module:
     return model
 
 
+def first_weights(case: Case) -> Path:
+    """A folder with the weights that training starts from."""
+    folder = _scratch() / str(abs(hash((json.dumps(case.config), case.seed))))
+    if not folder.exists():
+        stock_model(case).save_pretrained(folder)  # type: ignore[operator]
+    return folder
+
+
+@cache
+def _scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="weights-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def stock_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The stock model's own loss; of causal models in full precision, which the stock loss would round to fp32."""
     output = model(**batch)
@@ -110,11 +151,18 @@ def stock_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def single_process(case: Case, folder: Path) -> Record:
-    """Train the stock model with its own forward and loss; its first weights are left in the folder."""
-    model = stock_model(case)
-    model.save_pretrained(folder)
-    model = model.to(case.dtype)
+_records: dict[str, Record] = {}
+
+
+def single_process(case: Case) -> Record:
+    """Train the stock model with its own forward and loss; done once for all plans of the same model."""
+    if case.key not in _records:
+        _records[case.key] = _trained(case)
+    return _records[case.key]
+
+
+def _trained(case: Case) -> Record:
+    model = stock_model(case).to(case.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, eps=EPSILON)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches(case)):
@@ -129,69 +177,6 @@ def single_process(case: Case, folder: Path) -> Record:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     parameters = {name: own.detach().clone() for name, own in model.named_parameters()}
     return Record(losses, norms, gradients, parameters)
-
-
-def cluster_of(devices: int) -> Cluster:
-    """A flat cluster with more memory than any test needs."""
-    base = load_cluster("titan-rtx-8")
-    return replace(base, name="test", levels=(replace(base.levels[0], units=devices),) if devices > 1 else ())
-
-
-def plan_for(case: Case) -> galvatron.Plan:
-    """The case's plan, as a file would give it."""
-    devices = sum(galvatron.Strategy.parse(stage[0]).devices for stage in case.stages)
-    model = spec_of(case)
-    request = Request(model=model, cluster=cluster_of(devices), batch=case.batch, schedule=Schedule(case.schedule))
-    return priced(request, case.stages, micro_batches=case.micro_batches)
-
-
-def spec_of(case: Case) -> galvatron.ModelSpec:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.config))
-        image = "image_size" in case.config
-        training = replace(case.training, sequence_length=None if image else case.length)
-        return load_model(Path(folder), training)
-
-
-def parallel(case: Case, plan: galvatron.Plan, folder: Path) -> Record:
-    """Train under the plan from the folder's weights; runs on each rank."""
-    model = galvatron.parallelize(None, plan, weights=folder, dtype=case.dtype, device="cpu")
-    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=EPSILON)
-    losses, norms, gradients = [], [], {}
-    for step, batch in enumerate(batches(case)):
-        losses.append(float(model.forward_backward(batch)))
-        if step == 0:
-            gradients = dict(model.whole_gradients())
-        if case.clip is not None:
-            norms.append(float(model.clip_gradients(case.clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Record(losses, norms, gradients, dict(model.whole_parameters()))
-
-
-def compare(case: Case, plan: galvatron.Plan, folder: Path, expected: Record) -> str | None:
-    """On each rank: train and say what differs from the single process, if anything does."""
-    got = parallel(case, plan, folder)
-    exact = case.dtype == torch.float64
-    gradient = {"rtol": 1e-7, "atol": 1e-10} if exact else {"rtol": 2e-3, "atol": 2e-5}
-    parameter = {"rtol": 1e-7, "atol": 1e-9} if exact else {"rtol": 1e-3, "atol": 1e-4}
-    try:
-        torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-5, atol=1e-6)
-        if case.clip is not None:
-            torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(expected.norms), rtol=1e-5, atol=1e-6)
-        for ours, theirs, tolerance in (
-            (got.gradients, expected.gradients, gradient),
-            (got.parameters, expected.parameters, parameter),
-        ):
-            missing = theirs.keys() - ours.keys()
-            assert not missing, f"missing {sorted(missing)}"
-            for name, tensor in theirs.items():
-                torch.testing.assert_close(
-                    ours[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **tolerance
-                )
-    except AssertionError as error:
-        return f"{case.stages}: {error}"
-    return None

@@ -1,27 +1,41 @@
 """Ranks for tests: processes that are started once, joined by gloo, and then run one function after another.
 
-Forked from this process after torch is imported, because importing it costs seconds in each.
+Forked from this process after all that they need is imported, because importing it costs seconds in each.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
-import tempfile
+import pickle
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_LIMIT_S = 90
+__all__ = ["RankError", "Ranks", "ranks"]
+
+_LIMIT_S = 120
+_MODULES = (
+    "galvatron.runtime.parallelize",
+    "safetensors.torch",
+    "torch._dynamo",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gpt2", "llama", "swin", "t5", "vit")),
+)
 
 
 class RankError(AssertionError):
-    """A rank's function raised."""
+    """A rank's function raised, or did not come back."""
 
 
 class Ranks:
@@ -29,63 +43,88 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = multiprocessing.get_context("fork")
-        self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)  # noqa: SIM115
-        os.unlink(self._store.name)
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, self._store.name, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        self.broken = False
+        self._processes: list[BaseProcess] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(*args)`` on each rank. After a failure the ranks are out of step, so they are stopped."""
+        """``function(*args)`` on each rank. After a failure the ranks are out of step, so new ones will be started."""
+        if not self._processes:
+            self._start()
+        job = pickle.dumps((function, args))
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send_bytes(job)
         results: dict[int, Any] = {}
         waiting = dict(enumerate(self._pipes))
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting.values()), timeout=_LIMIT_S)
-            failed = None
-            if not ready:
-                failed = f"ranks {sorted(waiting)} did not answer within {_LIMIT_S} s"
+            failed = None if ready else f"ranks {sorted(waiting)} did not answer within {_LIMIT_S} s"
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    fine, result = waiting.pop(rank).recv()
+                    fine, results[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
                 except EOFError:
-                    fine, result = False, "the process ended"
+                    fine, results[rank] = False, "the process ended"
                 if not fine:
-                    failed = failed or f"rank {rank} of {self.world}:\n{result}"
-                results[rank] = result
+                    failed = failed or f"rank {rank} of {self.world}:\n{results[rank]}"
             if failed:
                 self.stop()
                 raise RankError(failed)
         return [results[rank] for rank in range(self.world)]
 
     def stop(self) -> None:
-        self.broken = True
+        """End the processes; the next :meth:`run` starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        for name in _MODULES:
+            importlib.import_module(name)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("fork")
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, self._store.port, there), daemon=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: the store's serve no one
+                process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+@cache
+def ranks(world: int) -> Ranks:
+    """The ranks that all tests of this world size share."""
+    shared = Ranks(world)
+    atexit.register(shared.stop)
+    return shared
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    gc.freeze()  # what is inherited is never collected: looking at it would copy its pages
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args)))
+            answer = True, function(*args)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+        del function, args, answer
+        _drop_groups()
+
+
+def _drop_groups() -> None:
+    """Give back the groups that the function made: each has threads and sockets of its own."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedConfig
 
 from galvatron.errors import InvalidInput
+from galvatron.models.hollow import without_weights
 from galvatron.spec import Attention, Training
 
-__all__ = ["build_meta"]
+__all__ = ["build_meta", "without_weights"]
 
 _HEADS = {
     "bert": "BertForMaskedLM",
@@ -40,6 +41,8 @@ def build_meta(config: Mapping[str, Any] | PreTrainedConfig, training: Training)
     config.use_cache = False
     attention = "sdpa" if training.attention is Attention.FUSED else "eager"
     stock: Any = _stock_class(config)
+    if attention == "sdpa" and not stock._supports_sdpa:
+        raise InvalidInput(f"{stock.__name__}: has no fused attention in transformers; train with attention 'eager'")
     # Constructors draw random numbers for some parameters, which nobody will see.
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
         model: nn.Module = stock._from_config(config, attn_implementation=attention, dtype=torch.float32)

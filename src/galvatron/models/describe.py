@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.errors import InvalidInput
 from galvatron.models.generic import Generic
-from galvatron.models.hollow import hollow_copy
+from galvatron.models.hollow import without_weights
 from galvatron.models.layer import Activations, Batch, Layer
 from galvatron.models.shell import Call
 from galvatron.spec import LayerSpec, ModelSpec, Precision, Training
@@ -33,7 +33,7 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
     """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
     training = Training() if training is None else training
     dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
-    cut_model = Generic(hollow_copy(model, dtype).train(), batch)
+    cut_model = Generic(without_weights(model, dtype).train(), batch)
     sample = {key: own[:1].cpu() for key, own in batch.items()}
     context = cut_model.context(sample, dtype)
     embedding, *blocks, head = cut_model.layers
@@ -50,6 +50,7 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
         hidden = hidden.detach().requires_grad_()
         boundary = _bytes(hidden)
         _, middle = _measure(blocks[0], (hidden,), fakes, given)
+        head((hidden,), fakes)  # so that the stand-ins for what precedes know their shapes and do no work below
         _, last = _measure(head, (hidden,), fakes, given)
     seen: set[nn.Parameter] = set()
     specs = []

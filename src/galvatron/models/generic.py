@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.errors import InvalidInput
-from galvatron.models.families.shared import count_targets, next_tokens, pad_labels, random_tokens, sides
+from galvatron.models.families.shared import count_targets, masked_labels, next_tokens, random_tokens, sides
 from galvatron.models.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
 from galvatron.models.shell import Call, Held, Shell, Stop
 from galvatron.models.trial import Anatomy, find_blocks
@@ -26,7 +26,6 @@ __all__ = ["Generic", "Loss"]
 Loss = Callable[[Any, Batch], Tensor]
 """From the model's output and the batch to the loss summed over the targets."""
 
-_MASKED = 0.15
 _LENGTH = 512
 """Tokens of a sample if neither user nor configuration says."""
 _TRIAL = (2, 8)
@@ -207,7 +206,7 @@ class Generic(CutModel):
         length = length or min(_LENGTH, getattr(config, "max_position_embeddings", _LENGTH))
         ids = random_tokens(rows, length, config.vocab_size, generator)
         if "MaskedLM" in name:
-            return {"input_ids": ids, "labels": pad_labels(ids, _MASKED, generator)}
+            return {"input_ids": ids, "labels": masked_labels(ids, generator)}
         if "Classification" in name:
             shape = ids.shape if "Token" in name else ids.shape[:1]
             return {"input_ids": ids, "labels": torch.randint(config.num_labels, shape, generator=generator)}

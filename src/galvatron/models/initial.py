@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from galvatron.errors import InvalidInput
-from galvatron.models.hollow import hollow_copy
+from galvatron.models.hollow import without_weights
 from galvatron.models.layer import CutModel
 from galvatron.models.names import parameters_of
 
@@ -29,7 +29,7 @@ class InitialWeights:
         self._layers = parameters_of(cut_model)
         self._seed = seed
         # Because the modules of the original will be split and sharded.
-        self._model: nn.Module = hollow_copy(cut_model.model, torch.float32)
+        self._model: nn.Module = without_weights(cut_model.model, torch.float32)
         self._order = {name: place for place, (name, _) in enumerate(_children_first(self._model, ""))}
 
     def tensors(self, index: int) -> dict[str, Tensor]:

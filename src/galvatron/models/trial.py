@@ -63,13 +63,15 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
     """The longest list of equal modules that runs as a chain."""
     taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
-    inputs = {key: own.to(dtype) if own.is_floating_point() else own for key, own in batch.items() if key in taken}
+    inputs = {key: own for key, own in batch.items() if key in taken}
     reasons = []
     for name, blocks in _candidates(model):
         try:
             return _examine(model, name, blocks, inputs, dtype, taken)
         except _Unfit as reason:
             reasons.append(f"{name} ({reason})")
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reasons.append(f"{name} (the trial run failed: {str(error).partition(chr(10))[0]})")
     kind = type(model).__name__
     if not reasons:
         raise InvalidInput(f"{kind}: has no nn.ModuleList of equal blocks, which the generic cut needs")
@@ -78,18 +80,14 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
 
 def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Lists of equal modules, the longest first; lists within lists are parts of blocks and come last."""
-    lists = [
-        (name, own)
+    lists = {
+        name: own
         for name, own in model.named_modules()
         if isinstance(own, nn.ModuleList) and len({type(block) for block in own}) == 1
-    ]
-    names = [name for name, _ in lists]
-
-    def rank(entry: tuple[str, nn.ModuleList]) -> tuple[bool, int]:
-        name, own = entry
-        return any(name.startswith(f"{other}.") for other in names), -len(own)
-
-    return sorted(lists, key=rank)
+    }
+    nested = {name for name in lists if any(name.startswith(f"{other}.") for other in lists)}
+    found = [(name, own) for name, own in lists.items() if len(own) > 1 or name not in nested]
+    return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))
 
 
 def _examine(
@@ -102,7 +100,7 @@ def _examine(
 ) -> Anatomy:
     units = find_units(model, name)
     shell = Shell(model, name, units)
-    shell.note_reads = True
+    shell.note_uses = True
     returned: list[Tensor] = []
     sample: list[Tensor] = []
     extra: tuple[Any, ...] | None = None
@@ -125,8 +123,10 @@ def _examine(
     if [call.block for call in calls] != list(range(len(blocks))):
         raise _Unfit("its modules do not run once each in order")
     slot = _slot(calls, returned)
-    before, after = (_in_order(units, _phase(shell, len(blocks))[side]) for side in (0, 1))
-    anatomy = Anatomy(name, len(blocks), slot, extra, units, before, after, taken)
+    if shell.log.outside:
+        raise _Unfit(f"a weight of {shell.log.outside[0]} is used outside of it")
+    before, after = _phases(shell, len(blocks))
+    anatomy = Anatomy(name, len(blocks), slot, extra, units, _in_order(units, before), _in_order(units, after), taken)
     _check_arguments(anatomy, Shell(model, name, units), inputs, dtype)
     _check_after(anatomy, Shell(model, name, units), inputs, dtype)
     return anatomy
@@ -138,8 +138,7 @@ def _result_of_block(shell: Shell, call: Call, blocks: nn.ModuleList) -> Any:
         return shell.shapes_of_block(call)
     except (RuntimeError, NotImplementedError):
         block = copy.deepcopy(blocks[0])
-        if any(own.is_meta for own in block.parameters()):
-            block.to_empty(device="cpu")
+        block = block.to_empty(device="cpu") if any(own.is_meta for own in block.parameters()) else block.cpu()
         for own in block.parameters():
             nn.init.zeros_(own)
         return block(*call.args, **call.kwargs)
@@ -159,12 +158,14 @@ def _slot(calls: list[Call], returned: list[Tensor]) -> int | str:
     return slots[0]
 
 
-def _phase(shell: Shell, count: int) -> tuple[set[str], set[str]]:
+def _phases(shell: Shell, count: int) -> tuple[set[str], set[str]]:
     before = {name for name, called in shell.log.used if called == 0}
     after = {name for name, called in shell.log.used if called == count}
     between = {name for name, called in shell.log.used if 0 < called < count}
     if between:
         raise _Unfit(f"{sorted(between)[0]} runs between its modules")
+    if before & after:
+        raise _Unfit(f"{sorted(before & after)[0]} runs both before and after its modules")
     return before, after
 
 
@@ -187,19 +188,10 @@ def _check_arguments(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], 
 
 def _check_after(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
     """What comes after the blocks must use nothing of what came before but the hidden state."""
-    shell.watched = frozenset(anatomy.after) - frozenset(anatomy.before)
-    clean: list[Tensor] = []
-
-    def forget(call: Call) -> Any:
-        clean.append(torch.zeros_like(anatomy.hidden(call)))
-        return anatomy.wrap(clean[-1])
-
-    shell.on_block = forget
+    shell.watched = frozenset(anatomy.after)
+    shell.on_block = lambda call: anatomy.wrap(torch.zeros_like(anatomy.hidden(call)))
     with torch.no_grad():
-        try:
-            output = shell.run(inputs, dtype, training=False)
-        except RuntimeError as error:  # a weight was used outside of its module, where it has no value
-            raise _Unfit(f"what follows cannot run by itself: {str(error).splitlines()[0]}") from None
+        output = shell.run(inputs, dtype, training=False)
     if has_nan(list(_tensors(output))):
         raise _Unfit("what follows uses more of what precedes than the hidden state")
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 from galvatron.errors import InvalidInput, PlanMismatch
 from galvatron.models.layer import CutModel
 from galvatron.plans.plan import Plan
-from galvatron.spec import Kind, Strategy
+from galvatron.spec import Kind, LayerSpec, Strategy
+from galvatron.zoo.huggingface import HUGGINGFACE_TYPES, model_of_config
 
 __all__ = ["check_model", "check_world"]
 
@@ -26,47 +32,49 @@ def check_model(plan: Plan, cut: CutModel) -> None:
     planned = [layer.layer for stage in plan.stages for layer in stage.layers]
     kinds = [layer.kind for layer in cut.layers]
     if planned != kinds:
-        difference = next(
-            (place for place, (ours, theirs) in enumerate(zip(planned, kinds, strict=False)) if ours != theirs),
-            min(len(planned), len(kinds)),
-        )
+        pairs = enumerate(zip(planned, kinds, strict=False))
+        place = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(planned), len(kinds)))
         raise PlanMismatch(
-            f"model: it has {len(kinds)} layers, the plan {plan.model.name!r} has {len(planned)}; layer {difference} is "
-            f"{_at(kinds, difference)}, the plan says {_at(planned, difference)}; plan again for this model"
+            f"model: it has {len(kinds)} layers, the plan for {plan.model.name!r} has {len(planned)}; layer {place} is "
+            f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
-    sizes = {kind.name: kind.parameters for kind in plan.model.kinds}
-    for index, layer in enumerate(cut.layers):
-        tables = sum(
-            cut.layers[use.layer].get_parameter(use.name).numel()
-            for tie in cut.ties
-            if tie.small
-            for use in tie.uses
-            if use.layer == index
-        )
-        given = sum(parameter.numel() for parameter in layer.parameters()) - tables
-        small = sum(
-            cut.layers[tie.uses[0].layer].get_parameter(tie.uses[0].name).numel() for tie in cut.ties if tie.small
-        )
-        if not given <= sizes[layer.kind] <= given + small:
+    ours = {kind.name: kind for kind in _kinds(plan, cut)}
+    for kind in plan.model.kinds:
+        if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
-                f"model: layer {index} ({layer.kind}) has {given:,} parameters, the plan was made for "
-                f"{sizes[layer.kind]:,}; it is a plan of another model ({plan.model.name!r}): plan again for this one"
+                f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
+                f"{plan.model.name!r} says {kind.parameters:,}; it is a plan of another model: plan again for this one"
             )
     for stage in plan.stages:
-        for planned_layer in stage.layers:
-            _check_degree(plan, planned_layer.index, Strategy.parse(planned_layer.strategy))
+        for layer in stage.layers:
+            _check_degree(ours[layer.layer], layer.index, Strategy.parse(layer.strategy))
 
 
 def _at(kinds: list[str], place: int) -> str:
     return repr(kinds[place]) if place < len(kinds) else "missing"
 
 
-def _check_degree(plan: Plan, index: int, strategy: Strategy) -> None:
-    spec = plan.model.spec().layers[index]
+def _kinds(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
+    """The model's own layers: from its configuration where the planner knows the family, else counted."""
+    config: Any = getattr(cut.model, "config", None)
+    if getattr(config, "model_type", None) in HUGGINGFACE_TYPES:
+        content = json.loads(config.to_json_string(use_diff=False))
+        return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
+    planned = {kind.name: kind for kind in plan.model.kinds}
+    counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in cut.layers}
+    return tuple(replace(planned[name], parameters=count) for name, count in counts.items())
+
+
+def _check_degree(kind: LayerSpec, index: int, strategy: Strategy) -> None:
     degree = strategy.degree(Kind.TP)
-    if not spec.allows_tensor_parallel(degree):
-        assert spec.tensor_parallel is not None
+    if not kind.allows_tensor_parallel(degree):
+        assert kind.tensor_parallel is not None
         raise InvalidInput(
-            f"layer {index} ({spec.name}): strategy {str(strategy)!r} splits it {degree} ways, which must divide "
-            f"{' and '.join(str(count) for count in spec.tensor_parallel.divides)} (its heads)"
+            f"stages[].layers[{index}].strategy ({kind.name}): {str(strategy)!r} splits it {degree} ways, which must "
+            f"divide {' and '.join(str(count) for count in kind.tensor_parallel.divides)}, its attention heads"
+        )
+    if strategy.sequence_parallel and not kind.allows_sequence_parallel(degree):
+        raise InvalidInput(
+            f"stages[].layers[{index}].strategy ({kind.name}): {str(strategy)!r} divides the sequence {degree} ways, "
+            "which this layer cannot; leave +sp out"
         )

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from galvatron.cost import Schedule
 from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
+from galvatron.models.build import build_meta, without_weights
 from galvatron.models.layer import CutModel, Tie
 from galvatron.models.registry import cut as cut_model
 from galvatron.models.rules import Columns, Vocabulary
@@ -45,7 +45,7 @@ def parallelize(
     model: Model,
     plan: Plan,
     *,
-    weights: str | Path | None = None,
+    weights: str | Path | Weights | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
@@ -53,16 +53,16 @@ def parallelize(
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
     ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a configuration, or
-    None for the one the plan was made for. ``weights``: a folder of safetensors to start from; without it, and without
-    weights in ``model``, they are initialised from ``seed``, to the same values under any plan. ``dtype``: compute in
-    this instead of the plan's precision. Raises :class:`galvatron.InvalidInput` before anything is allocated if model,
-    plan and number of processes do not go together.
+    None for the one the plan was made for. ``weights``: a folder of safetensors to start from, or another source;
+    without it, and without weights in ``model``, they are initialised from ``seed``, to the same values under any plan.
+    ``dtype``: compute in this instead of the plan's precision. Raises :class:`galvatron.InvalidInput` before anything
+    is allocated if model, plan and number of processes do not go together.
     """
     _join()
     check_world(plan, dist.get_world_size())
     cut = cut_model(_stock(model, plan))
     check_model(plan, cut)
-    source = _weights(cut, weights, seed)
+    source = _weights(cut, model, weights, seed)
     where = torch.device(device) if device is not None else _own_device()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)
@@ -94,7 +94,7 @@ def _own_device() -> torch.device:
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
     if isinstance(model, nn.Module):
-        return model
+        return without_weights(model)  # so that nothing of the caller's model is kept alive
     config = plan.model.config if model is None else model
     if config is None:
         raise InvalidInput(
@@ -104,12 +104,14 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
     return build_meta(config, plan.model.training)
 
 
-def _weights(cut: CutModel, folder: str | Path | None, seed: int) -> Weights:
-    if folder is not None:
-        return SavedWeights(cut, Path(folder))
-    if any(parameter.is_meta for parameter in cut.model.parameters()):
-        return InitialWeights(cut, seed)
-    return ModelWeights(cut)
+def _weights(cut: CutModel, model: Model, source: str | Path | Weights | None, seed: int) -> Weights:
+    if isinstance(source, str | Path):
+        return SavedWeights(cut, Path(source))
+    if source is not None:
+        return source
+    if isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters()):
+        return ModelWeights(cut, model)
+    return InitialWeights(cut, seed)
 
 
 class _Builder:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from galvatron.errors import InvalidInput
 from galvatron.spec.model import ModelSpec, Training
@@ -23,7 +24,7 @@ from galvatron.zoo.families.vit import Vit
 from galvatron.zoo.fields import Fields
 from galvatron.zoo.presets import Architecture
 
-__all__ = ["read_huggingface"]
+__all__ = ["HUGGINGFACE_TYPES", "model_of_config", "read_huggingface"]
 
 _LABELS = 2
 """Classes of a configuration that names none."""
@@ -47,6 +48,11 @@ def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
         raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: holds a {type(content).__name__}; expected an object with a field model_type")
+    return model_of_config(content, path, name, training)
+
+
+def model_of_config(content: dict[str, Any], path: Path, name: str, training: Training) -> ModelSpec:
+    """The model that a configuration describes; ``path`` says where it came from, for errors."""
     fields = Fields(path, content)
     model_type = fields.text("model_type")
     if model_type not in _READERS:
@@ -222,3 +228,5 @@ _READERS: dict[str, Callable[[Fields], Architecture]] = {
     "vit": _vit,
     "swin": _swin,
 }
+HUGGINGFACE_TYPES = frozenset(_READERS)
+"""Values of ``model_type`` that have a family here."""

@@ -12,7 +12,7 @@ from galvatron.models.families.shared import (
     TokenContext,
     bidirectional_mask,
     count_targets,
-    pad_labels,
+    masked_labels,
     random_tokens,
     require,
     stock_children,
@@ -21,9 +21,6 @@ from galvatron.models.layer import Activations, Batch, CrossEntropy, CutModel, L
 from galvatron.models.rules import Columns, Loss, Region, Rows, Vocabulary
 
 __all__ = ["Bert"]
-
-_MASKED = 0.15
-"""Share of the tokens to predict in a random batch, as in BERT's pre-training."""
 
 
 class _Embedding(Layer):
@@ -103,6 +100,8 @@ class _Head(Layer):
 class Bert(CutModel):
     """Untied, the stock model has a second bias over the vocabulary that nothing uses: it is in no layer."""
 
+    required = frozenset({"input_ids", "labels"})
+
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         for flag in ("is_decoder", "add_cross_attention"):
@@ -129,4 +128,4 @@ class Bert(CutModel):
     def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
         length = sequence_length or self.config.max_position_embeddings
         ids = random_tokens(rows, length, self.config.vocab_size, generator)
-        return {"input_ids": ids, "labels": pad_labels(ids, _MASKED, generator)}
+        return {"input_ids": ids, "labels": masked_labels(ids, generator)}

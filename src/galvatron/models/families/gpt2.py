@@ -93,6 +93,8 @@ class _Head(Layer):
 class Gpt2(CutModel):
     """Batches have ``input_ids`` and ``labels`` (the same tokens; the model shifts them), maybe masks or positions."""
 
+    required = frozenset({"input_ids", "labels"})
+
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         require(model, not model.config.add_cross_attention, "add_cross_attention", "false")

@@ -26,14 +26,17 @@ __all__ = [
     "bidirectional_mask",
     "causal_mask",
     "count_targets",
+    "masked_labels",
     "next_tokens",
-    "pad_labels",
     "random_tokens",
     "require",
     "shape_of",
     "sides",
     "stock_children",
 ]
+
+_MASKED = 0.15
+"""Share of the tokens that a masked language model predicts."""
 
 
 def stock_children(name: str, module: nn.Module, *attributes: str) -> dict[str, tuple[str, nn.Module]]:
@@ -77,9 +80,9 @@ def random_tokens(rows: int, length: int, vocabulary: int, generator: torch.Gene
     return torch.randint(vocabulary, (rows, length), generator=generator, device=generator.device)
 
 
-def pad_labels(labels: Tensor, kept: float, generator: torch.Generator) -> Tensor:
-    """Labels of which about this share counts, the first of each row always."""
-    drawn = torch.rand(labels.shape, generator=generator, device=labels.device) < kept
+def masked_labels(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Labels of which some count, as in BERT's pre-training; the first of each row always."""
+    drawn = torch.rand(labels.shape, generator=generator, device=labels.device) < _MASKED
     drawn[:, 0] = True
     return torch.where(drawn, labels, IGNORED)
 
@@ -129,6 +132,8 @@ class ClassHead(Layer):
 
 class ImageModel(CutModel):
     """An image classifier: pixels in, one class for each image."""
+
+    required = frozenset({"pixel_values", "labels"})
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -144,6 +144,8 @@ class _Head(Layer):
 class T5(CutModel):
     """Batches have ``input_ids`` and ``labels``; decoder ids are the labels shifted right unless they are given."""
 
+    required = frozenset({"input_ids", "labels"})
+
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.words: int = model.config.vocab_size

@@ -1,0 +1,56 @@
+"""A world of any size in which only this process exists: PyTorch's fake process group.
+
+Collectives return at once. A gather repeats this rank's own part, a reduction leaves its own contribution: shapes and
+memory are those of the real thing, values are not. All that is used of PyTorch's private test modules is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from galvatron.errors import GalvatronError
+
+__all__ = ["alone_as"]
+
+_SPREAD = 0.02
+"""Of received numbers: about that of fresh weights, far from zero, infinity and denormals."""
+
+
+class _Done:
+    """A message that has arrived. (The fake group's own never say so, and would be waited for with their buffers.)"""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+def _send(tensor: Tensor, *peer: Any, **group: Any) -> _Done:
+    return _Done()
+
+
+def _receive(tensor: Tensor, *peer: Any, **group: Any) -> _Done:
+    """The fake group would leave what the memory happened to hold, which may be slow to compute with."""
+    tensor.normal_(std=_SPREAD)
+    return _Done()
+
+
+@contextmanager
+def alone_as(rank: int, world: int) -> Iterator[None]:
+    """Be this rank of so many processes, none of which exist."""
+    if dist.is_initialized():
+        raise GalvatronError("a rehearsal needs a process of its own, but this one has joined a process group already")
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        with mock.patch.object(dist, "isend", _send), mock.patch.object(dist, "irecv", _receive):
+            yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,133 @@
+"""Bytes of tensors on one device: how many are alive, and the most there ever were, phase by phase.
+
+On CUDA the caching allocator counts by itself. On the CPU every allocation and release is read off PyTorch's profiler,
+which sees the allocator itself: also the storages that FSDP2 empties and fills behind the tensors' back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+__all__ = ["CpuMeter", "CudaMeter", "Meter", "PhaseBytes", "meter_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBytes:
+    """Bytes over what there was before the meter was started."""
+
+    start: int
+    peak: int
+
+
+class Meter(AbstractContextManager["Meter"], ABC):
+    """Measures from entering it; what each phase took is known after leaving it. A phase's name is used once."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, PhaseBytes] = {}
+
+    @abstractmethod
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of the measured time."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+class CudaMeter(Meter):
+    """Asks the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.reserved = 0
+        """Most bytes the allocator took from the device: the peak and what it could not reuse."""
+
+    def __enter__(self) -> CudaMeter:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        self._reserved_before = torch.cuda.memory_reserved(self._device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.reserved = torch.cuda.max_memory_reserved(self._device) - self._reserved_before
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        start = torch.cuda.memory_allocated(self._device) - self._before
+        yield
+        torch.cuda.synchronize(self._device)
+        self.phases[name] = PhaseBytes(start, torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
+class CpuMeter(Meter):
+    """Follows every allocation of this thread and of the backward passes it starts."""
+
+    _PREFIX = "meter: "
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> CpuMeter:
+        self._profile.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.stop()
+        if error is None:
+            results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+            self.phases = _phases(list(_flattened(results.experimental_event_tree())), self._PREFIX)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with record_function(self._PREFIX + name):
+            yield
+
+
+def _flattened(events: list[Any]) -> Iterator[Any]:
+    waiting = list(reversed(events))
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(reversed(event.children))
+
+
+def _phases(events: list[Any], prefix: str) -> dict[str, PhaseBytes]:
+    """Replay allocations and releases in order of time."""
+    spans = {event.name.removeprefix(prefix): event for event in events if event.name.startswith(prefix)}
+    starts = dict.fromkeys(spans, 0)
+    peaks = dict.fromkeys(spans, 0)
+    alive: dict[int, int] = {}
+    total = 0
+    changes = [event for event in events if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu"]
+    for event in sorted(changes, key=lambda event: event.start_time_ns):
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            alive[address] = size
+            total += size
+        elif address in alive:  # else it is older than the meter
+            total -= alive.pop(address)
+        for name, span in spans.items():
+            if event.start_time_ns < span.start_time_ns:
+                starts[name] = total
+            elif event.start_time_ns <= span.end_time_ns:
+                peaks[name] = max(peaks[name], total)
+    return {name: PhaseBytes(starts[name], max(starts[name], peaks[name])) for name in spans}

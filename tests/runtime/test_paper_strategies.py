@@ -1,0 +1,48 @@
+"""Each of the paper's 22 strategies on 8 processes trains as a single process does (Section 3.2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Case
+from parity import check
+from small_models import config
+
+from galvatron.space import space_named
+
+_SPACE = space_named("full")
+_STRATEGIES = [
+    (degree, str(strategy))
+    for degree in _SPACE.pipeline_degrees(8)
+    for strategy in _SPACE.strategies(8 // degree)
+]  # fmt: skip
+
+
+def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
+    layers = max(4, degree)
+    each = layers // degree
+    return Case(
+        config=config("bert", num_hidden_layers=layers - 2),
+        stages=[[strategy] * each for _ in range(degree)],
+        micro_batches=min(degree, 4),
+        schedule="1f1b" if dtype == torch.float64 else "gpipe",
+        dtype=dtype,
+        clip=0.5,
+    )
+
+
+def test_there_are_22() -> None:
+    assert len(_STRATEGIES) == 22
+    assert {degree for degree, _ in _STRATEGIES} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(("degree", "strategy"), _STRATEGIES)
+def test_exact_in_fp64(degree: int, strategy: str) -> None:
+    """Losses, norms, gradients and three AdamW steps; pipelines run 1F1B."""
+    check(_case(degree, strategy, torch.float64))
+
+
+@pytest.mark.parametrize(("degree", "strategy"), _STRATEGIES)
+def test_close_in_fp32(degree: int, strategy: str) -> None:
+    """In the precision that training has; pipelines run GPipe."""
+    check(_case(degree, strategy, torch.float32))

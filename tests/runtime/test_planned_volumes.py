@@ -1,0 +1,122 @@
+"""What layers send is what the planner charges: tensor parallelism by layer, data parallelism by iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Case, batches, first_weights
+from parity import build, plan_for, spec_of
+from ranks import ranks
+from small_models import LAYERS, TOKENS, config
+from torch import Tensor
+from traffic import Sent, Traffic
+
+import galvatron
+from galvatron.spec import TensorParallel
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one layer sent for one micro-batch."""
+
+    forward: list[Sent]
+    backward: list[Sent]
+
+
+def _layers(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> list[_Layer]:
+    """On a rank: run layer after layer, each forward and backward by itself."""
+    model = build(case, plan, folder)
+    micro_batch = model._reader.local(batch).micro_batches[0]
+    stage = model._pipeline.stage
+    activations: tuple[Tensor, ...] = ()
+    found = []
+    for slot, layout, change in zip(stage.slots, stage._layouts, stage._changes, strict=True):
+        changed = activations if change is None else change(activations)
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in changed)
+        with Traffic() as forward:
+            activations = slot(inputs, micro_batch.context(layout), (0, 0))
+        with Traffic() as backward:
+            torch.autograd.backward(activations, tuple(torch.ones_like(tensor) for tensor in activations))
+        found.append(_Layer(forward.sent, backward.sent))
+    return found
+
+
+def _strategies(family: str, flags: str) -> list[str]:
+    """TP on two devices; embeddings have no sequence parallelism."""
+    plain = flags.replace("+sp", "")
+    return [
+        f"tp2{plain if 'embedding' in layer.name else flags}"
+        for layer in spec_of(Case(config=config(family), stages=[])).layers
+    ]
+
+
+def _observed(family: str, flags: str = "") -> list[tuple[TensorParallel | None, list[_Layer]]]:
+    """For each layer: what the planner says, and what each of two ranks sent."""
+    case = Case(config=config(family), stages=[_strategies(family, flags)], batch=4, dtype=torch.float32, steps=1)
+    found = ranks(2).run(_layers, case, plan_for(case), first_weights(case), batches(case)[0])
+    planned = [layer.tensor_parallel for layer in spec_of(case).layers]
+    assert len(planned) == LAYERS[family]
+    return [(layer, [one[number] for one in found]) for number, layer in enumerate(planned)]
+
+
+def _large(sent: list[Sent], message: int) -> list[Sent]:
+    """Without the few numbers a token that the cross-entropy of a split vocabulary exchanges."""
+    return [one for one in sent if one.size >= message]
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_all_reduces_of_tensor_parallelism(family: str) -> None:
+    """As many as the planner counts, each of the size it says, and nothing else of that size."""
+    for number, (planned, layers) in enumerate(_observed(family)):
+        for layer in layers:
+            if planned is None:
+                assert (layer.forward, layer.backward) == ([], []), f"layer {number} is whole on each rank"
+                continue
+            message = 4 * planned.message_bytes
+            each = [Sent("all_reduce", message, 2)]
+            assert _large(layer.forward, message) == planned.forward_collectives * each, f"layer {number}, forward"
+            assert _large(layer.backward, message) == planned.backward_collectives * each, f"layer {number}, backward"
+
+
+def test_a_split_vocabulary_exchanges_three_numbers_a_token() -> None:
+    """The largest logit, the sum and the target's: the planner neglects them."""
+    *_, (planned, layers) = _observed("bert")
+    assert planned is not None
+    small = [one for one in layers[0].forward if one.size < 4 * planned.message_bytes]
+    assert sum(one.size for one in small) == 4 * 8 * 3 * 4, "samples, tokens, numbers, bytes"
+    assert {one.operation for one in small} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("family", TOKENS)
+def test_volume_of_sequence_parallelism(family: str) -> None:
+    """The planner's price: of each all-reduce a reduce-scatter and an all-gather remain, and in backward each input is
+    gathered again for the weights' gradients."""
+    for number, (planned, layers) in enumerate(_observed(family, "+sp")):
+        assert planned is not None
+        message = 4 * planned.message_bytes
+        forward, backward = planned.forward_collectives, planned.backward_collectives
+        again = backward if planned.sequence_divides else 0
+        expected = (2 * forward + 2 * backward + again) * message / 2
+        for layer in layers:
+            sent = _large([*layer.forward, *layer.backward], message)
+            assert sum(one.volume for one in sent) == expected, f"layer {number}"
+            if planned.sequence_divides:
+                assert {one.operation for one in sent} == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_recompute_repeats_no_more_than_forward(family: str) -> None:
+    """Backward sends what it sent, and once more what forward did; the last sum of a layer need not be repeated where
+    only the next layer reads it."""
+    plain, again = _observed(family), _observed(family, "+rc")
+    for number, ((planned, layers), (_, repeated)) in enumerate(zip(plain, again, strict=True)):
+        if planned is None:
+            continue
+        message = 4 * planned.message_bytes
+        for layer, other in zip(layers, repeated, strict=True):
+            assert other.forward == layer.forward, f"layer {number}"
+            extra = len(_large(other.backward, message)) - len(_large(layer.backward, message))
+            assert extra in (planned.forward_collectives, planned.forward_collectives - 1), f"layer {number}"

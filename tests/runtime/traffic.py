@@ -1,0 +1,76 @@
+"""Counts what this process sends and receives: every collective and message of torch.distributed, by its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Sent", "Traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective or message."""
+
+    operation: str
+    """"all_reduce", "all_gather", "reduce_scatter", "send" or "receive"."""
+    size: int
+    """Bytes of the whole message: what is reduced, what is there after a gather, what is scattered."""
+    group: int
+    """Ranks that take part; 2 for a message from rank to rank."""
+
+    @property
+    def volume(self) -> float:
+        """Bytes that a rank receives in a ring: a reduction and a gather move (g − 1)/g of the message each."""
+        if self.operation == "send":
+            return 0.0
+        if self.operation == "receive":
+            return float(self.size)
+        passes = 2 if self.operation == "all_reduce" else 1
+        return passes * self.size * (self.group - 1) / self.group
+
+
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+@dataclass
+class Traffic(TorchDispatchMode):
+    """While entered, notes everything that goes out of or into this process."""
+
+    sent: list[Sent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self._note(function._schema.name.partition("::")[2], args)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, operation: str, args: Any) -> None:
+        if operation in ("monitored_barrier_", "barrier"):
+            return
+        name = _NAMES[operation]  # a KeyError is a collective that nobody counts yet
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        if name == "reduce_scatter":
+            tensors = [args[1]]
+        size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        group = 2 if name in ("send", "receive") else ProcessGroup.unbox(args[1 if name == "all_reduce" else 2]).size()
+        self.sent.append(Sent(name, size, group))
+
+    def of(self, operation: str) -> list[Sent]:
+        return [one for one in self.sent if one.operation == operation]
+
+    @property
+    def volume(self) -> float:
+        return sum(one.volume for one in self.sent)
