@@ -1,4 +1,4 @@
-"""Makes the benchmarks' table search and the search tests' oracles importable: tests have no packages of their own."""
+"""Makes the benchmarks and the oracles of the tests importable: tests have no packages of their own."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-for folder in (_HERE.parent / "benchmarks", _HERE / "search"):
+for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime"))):
     sys.path.insert(0, str(folder))

@@ -58,9 +58,7 @@ class _Seen:
     generator_untouched: bool
 
 
-def _observe(
-    case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]], seed: int = 0
-) -> _Seen:
+def _observe(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]], seed: int = 0) -> _Seen:
     """Run the batches one after the other and watch."""
     model = galvatron.parallelize(None, plan, weights=folder, dtype=case.dtype, device="cpu", seed=seed)
     outputs: list[list[Tensor]] = [[] for _ in case.stages[0]]
@@ -97,9 +95,7 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def _halves_equal(case: Case) -> list[dict[str, Tensor]]:
     """A batch whose second half repeats the first."""
-    return [
-        {name: torch.cat([rows[: len(rows) // 2]] * 2) for name, rows in batch.items()} for batch in batches(case)
-    ]
+    return [{name: torch.cat([rows[: len(rows) // 2]] * 2) for name, rows in batch.items()} for batch in batches(case)]
 
 
 @pytest.mark.parametrize("family", _DROPOUTS)

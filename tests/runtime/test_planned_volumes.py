@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from traffic import Sent, Traffic
 
 import galvatron
-from galvatron.spec import TensorParallel
+from galvatron.spec import Kind, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -120,3 +121,49 @@ def test_recompute_repeats_no_more_than_forward(family: str) -> None:
             assert other.forward == layer.forward, f"layer {number}"
             extra = len(_large(other.backward, message)) - len(_large(layer.backward, message))
             assert extra in (planned.forward_collectives, planned.forward_collectives - 1), f"layer {number}"
+
+
+# Data parallelism, by iteration
+
+
+def _iteration(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> list[Sent]:
+    """On a rank: all that one iteration sends, without the loss that ends it."""
+    model = build(case, plan, folder)
+    with Traffic() as traffic:
+        model.forward_backward(batch)
+    return [one for one in traffic.sent if one.size > 8]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "scatters", "reductions"),
+    [
+        ("dp4", 0, 0, 1),
+        ("sdp4", 2 * 3, 3, 0),
+        ("sdp4+rc", 2 * 3, 3, 0),
+        ("dp4+zero2", 1, 3, 0),
+        ("dp2-sdp2", 2 * 3, 3, 1),
+        ("sdp2-dp2", 2 * 3, 3, 1),
+    ],
+)
+def test_data_parallelism_of_three_micro_batches(strategy: str, gathers: int, scatters: int, reductions: int) -> None:
+    """A layer's parameters are gathered twice and its gradients scattered once a micro-batch under SDP; under ZeRO-2
+    they are gathered once an iteration; DP sums once an iteration what sharding leaves of the gradients."""
+    case = Case(
+        config=config("llama", vocab_size=64),  # nothing needs padding, nothing is tied
+        stages=[[strategy] * 4],
+        batch=12,
+        micro_batches=3,
+        dtype=torch.float32,
+        steps=1,
+    )
+    parsed = galvatron.Strategy.parse(strategy)
+    outer, inner = parsed.degree(Kind.DP), parsed.degree(Kind.SDP)
+    sharded = outer if parsed.zero2 else inner
+    expected = []
+    for layer in spec_of(case).layers:
+        size = 4 * layer.parameters
+        expected += [Sent("all_gather", size, sharded)] * gathers
+        expected += [Sent("reduce_scatter", size, sharded)] * scatters
+        expected += [Sent("all_reduce", size // inner, outer)] * reductions
+    for sent in ranks(4).run(_iteration, case, plan_for(case), first_weights(case), batches(case)[0]):
+        assert Counter(sent) == Counter(expected)

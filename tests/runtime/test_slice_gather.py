@@ -1,5 +1,4 @@
-"""Slice-Gather on real ranks: every rank ends with its rows and tokens, and receives no byte more than was charged.
-"""
+"""Slice-Gather on real ranks: every rank ends with its rows and tokens, and receives no byte more than was charged."""
 
 from __future__ import annotations
 

@@ -70,9 +70,7 @@ def _evaluating(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict
         evaluations.append(float(model.evaluate(batch)))
         optimizer.step()
         optimizer.zero_grad()
-    final = [
-        Held(own.name, own.places, gradient, own.value) for own, gradient in zip(held(model), first, strict=True)
-    ]
+    final = [Held(own.name, own.places, gradient, own.value) for own, gradient in zip(held(model), first, strict=True)]
     assert evaluations[::2] == pytest.approx(losses, rel=1e-6), "evaluate before a step gives the loss of that step"
     assert evaluations[1::2] == pytest.approx(losses, rel=1e-6), "gradients do not change the loss"
     return Trained(losses, [], final)

@@ -34,7 +34,7 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
     """
     if request.batch is None or request.batch % micro_batches:
         raise InvalidInput(
-            f"batch: {request.batch} given; a plan by hand needs a batch that divides into {micro_batches} micro-batches"
+            f"batch: {request.batch} given; expected one that divides into {micro_batches} micro-batches"
         )
     strategies = [[_strategy(strategy) for strategy in stage] for stage in stages]
     _check(request, strategies)
@@ -88,7 +88,7 @@ def _check(request: Request, stages: Sequence[Sequence[Strategy]]) -> None:
         for strategy in stage:
             if strategy.devices != size:
                 raise InvalidInput(
-                    f"stage {number}: strategy {str(strategy)!r} is for {strategy.devices} devices; the stage has {size}"
+                    f"stage {number}: {str(strategy)!r} is for {strategy.devices} devices; the stage has {size}"
                 )
 
 

@@ -6,13 +6,10 @@ memory are those of the real thing, values are not. All that is used of PyTorch'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from galvatron.errors import GalvatronError
@@ -33,14 +30,13 @@ class _Done:
         return True
 
 
-def _send(tensor: Tensor, *peer: Any, **group: Any) -> _Done:
-    return _Done()
-
-
-def _receive(tensor: Tensor, *peer: Any, **group: Any) -> _Done:
-    """The fake group would leave what the memory happened to hold, which may be slow to compute with."""
-    tensor.normal_(std=_SPREAD)
-    return _Done()
+def _exchange(operations: Sequence[dist.P2POp]) -> list[_Done]:
+    """In place of ``batch_isend_irecv``. The fake group would leave in a received tensor whatever its memory happened to
+    hold, which may be slow to compute with."""
+    for operation in operations:
+        if operation.op is dist.irecv:
+            operation.tensor.normal_(std=_SPREAD)
+    return [_Done()]
 
 
 @contextmanager
@@ -49,8 +45,10 @@ def alone_as(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise GalvatronError("a rehearsal needs a process of its own, but this one has joined a process group already")
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    real = dist.batch_isend_irecv
+    dist.batch_isend_irecv = _exchange
     try:
-        with mock.patch.object(dist, "isend", _send), mock.patch.object(dist, "irecv", _receive):
-            yield
+        yield
     finally:
+        dist.batch_isend_irecv = real
         dist.destroy_process_group()

@@ -117,7 +117,9 @@ def _phases(events: list[Any], prefix: str) -> dict[str, PhaseBytes]:
     peaks = dict.fromkeys(spans, 0)
     alive: dict[int, int] = {}
     total = 0
-    changes = [event for event in events if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu"]
+    changes = [
+        event for event in events if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu"
+    ]
     for event in sorted(changes, key=lambda event: event.start_time_ns):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:

@@ -27,7 +27,7 @@ from galvatron.runtime.sharded import ShardedUnit, ShardGroups, local_part, pref
 from galvatron.runtime.stage import Slot, Stage
 from galvatron.runtime.tensor_parallel import TensorGroup, split
 from galvatron.runtime.units import LocalParameter, Unit
-from galvatron.runtime.wiring import TIES, StagePlan
+from galvatron.runtime.wiring import StagePlan, tie_group
 from galvatron.spec import Digit, Kind, Strategy
 
 __all__ = ["Assembly", "Settings", "assemble"]
@@ -60,7 +60,7 @@ def assemble(
     weights: Weights, settings: Settings,
 ) -> Assembly:  # fmt: skip
     """Build the stage of a rank."""
-    return _Assembler(cut, plan, stages, grid, pool, rank, weights, settings).assemble()
+    return _Assembler(cut, plan, stages, grid, pool, rank, settings).assemble(weights)
 
 
 @dataclass(kw_only=True)
@@ -80,24 +80,24 @@ class _Part:
 class _Assembler:
     def __init__(
         self, cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], grid: Grid, pool: GroupPool, rank: int,
-        weights: Weights, settings: Settings,
+        settings: Settings,
     ) -> None:  # fmt: skip
         self.cut, self.plan, self.stages, self.grid, self.pool = cut, plan, stages, grid, pool
-        self.weights, self.settings = weights, settings
+        self.settings = settings
         self.position = Position(plan.ranks, rank)
         self.units: list[Unit] = []
         self.owners: dict[int, LocalParameter] = {}
         self._lenders: dict[int, Callable[[_Part], Callable[[], Tensor]]] = {}
         self._prepare: dict[int, Callable[[], None]] = {}
 
-    def assemble(self) -> Assembly:
+    def assemble(self, weights: Weights) -> Assembly:
         slots, changes = [], []
         before: Strategy | None = None
         for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
             changes.append(
                 None if before is None else FormChange(self.pool, self.position, self.grid, before.form, strategy.form)
             )
-            slots.append(self._slot(index, strategy))
+            slots.append(self._slot(index, strategy, weights.tensors(index)))
             before = strategy
         stage = Stage(slots, [strategy.layout for strategy in self.plan.strategies], changes)
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
@@ -106,7 +106,7 @@ class _Assembler:
             prefetch(sharded)
         return Assembly(stage=stage, units=self.units, owners=self.owners)
 
-    def _slot(self, index: int, strategy: Strategy) -> Slot:
+    def _slot(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> Slot:
         layer = copy.deepcopy(self.cut.layers[index])
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
         randomness = self._randomness(index, layer, strategy)
@@ -115,7 +115,7 @@ class _Assembler:
         cuts = split(layer, tensor, shared) if tensor is not None and layer.rules else {}
         part = _Part(
             index=index, layer=layer, strategy=strategy, cuts=cuts, tensor=tensor, slot=slot,
-            values=self.weights.tensors(index),
+            values=values,
         )  # fmt: skip
         self._borrow(part)
         self._fill(part)
@@ -194,7 +194,7 @@ class _Assembler:
             counted=stages[0] is self.plan,
         )
         work = self._working(master)
-        group = self.pool.group(tuple(rank for stage in stages for rank in stage.ranks), TIES)
+        group = self.pool.group(tie_group(stages))
         self.units.append(ReplicatedUnit([(local, work)], group, masters=work is not master))
         self.owners[number] = local
         self._lenders[number] = lambda part: lambda: work

@@ -65,21 +65,20 @@ class TieExchange:
 
     def __call__(self, gradient: Tensor) -> None:
         """Add the other copies' gradients to this one, in place."""
-        sends = [
-            dist.isend(gradient[start:stop].contiguous().clone(), peer, group=self._group)
-            for peer, start, stop in self._sends
+        sending = [gradient[start:stop].clone() for _, start, stop in self._sends]
+        received = [gradient.new_empty(stop - start, *gradient.shape[1:]) for _, start, stop in self._receives]
+        operations = [
+            dist.P2POp(operation, tensor, peer, self._group)
+            for operation, tensors, messages in (
+                (dist.isend, sending, self._sends),
+                (dist.irecv, received, self._receives),
+            )
+            for tensor, (peer, _, _) in zip(tensors, messages, strict=True)
         ]
-        received = []
-        for peer, start, stop in self._receives:
-            buffer = gradient.new_empty(stop - start, *gradient.shape[1:])
-            received.append((dist.irecv(buffer, peer, group=self._group), buffer, start, stop))
-        for work, buffer, start, stop in received:
-            assert work is not None
+        for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-            gradient[start:stop] += buffer
-        for sent in sends:
-            assert sent is not None
-            sent.wait()
+        for tensor, (_, start, stop) in zip(received, self._receives, strict=True):
+            gradient[start:stop] += tensor
 
 
 def _sources(receiver: Holding, copy: Sequence[Holding], other: Sequence[Holding]) -> list[tuple[int, int, int]]:

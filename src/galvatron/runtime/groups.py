@@ -64,9 +64,13 @@ class GroupPool:
     def __init__(self, needed: Iterable[GroupKey]) -> None:
         """Create them, in this order; every rank must be given all of them, those of others too."""
         self._groups: dict[GroupKey, ProcessGroup] = {}
-        rank = dist.get_rank()
+        rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
         for key in dict.fromkeys(needed):
             if len(key.ranks) == 1:
+                continue
+            if key == GroupKey(everyone):
+                assert dist.group.WORLD is not None
+                self._groups[key] = dist.group.WORLD
                 continue
             # Its ``use_local_synchronization``, which only members would have to call, names a group by how many each
             # rank already has, so that members which differ in that wait for each other for ever.
@@ -78,10 +82,10 @@ class GroupPool:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def group(self, ranks: tuple[int, ...], purpose: str = "") -> ProcessGroup | None:
-        """The group of these ranks, this one among them."""
-        return None if len(ranks) == 1 else self._groups[GroupKey(tuple(sorted(ranks)), purpose)]
+    def group(self, key: GroupKey) -> ProcessGroup | None:
+        """A group that this rank is in."""
+        return None if len(key.ranks) == 1 else self._groups[key]
 
     def along(self, position: Position, digits: Iterable[Digit]) -> ProcessGroup | None:
         """The group of the ranks that differ from this one in these digits only."""
-        return self.group(ranks_along(position, digits))
+        return self.group(GroupKey(ranks_along(position, digits)))

@@ -107,6 +107,7 @@ class ParallelModel:
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        earlier = self._set_aside()
         for unit in self._units:
             unit.begin()
         with restored(self.device):
@@ -117,8 +118,17 @@ class ParallelModel:
         for parameter, exchange in self._exchanges:
             if parameter.master.grad is not None:
                 exchange(parameter.master.grad)
+        for parameter, gradient in earlier:
+            parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
         self._iteration += 1
-        return self._mean(loss, local)
+        return self._mean(loss)
+
+    def _set_aside(self) -> list[tuple[LocalParameter, Tensor]]:
+        """Gradients of earlier calls, which are already summed over ranks and must not be summed again."""
+        earlier = [(local, local.master.grad.clone()) for local in self.locals if local.master.grad is not None]
+        for local, _ in earlier:
+            local.master.grad = None
+        return earlier
 
     def evaluate(self, batch: Batch | LocalBatch) -> Tensor:
         """The mean loss without gradients and without dropout."""
@@ -130,13 +140,15 @@ class ParallelModel:
             loss = self._pipeline.evaluate(local, self._iteration)
         finally:
             self._pipeline.stage.train()
-        return self._mean(loss, local)
+            for unit in self._units:
+                unit.end_evaluation()
+        return self._mean(loss)
 
-    def _mean(self, loss: Tensor | None, batch: LocalBatch) -> Tensor:
+    def _mean(self, loss: Tensor | None) -> Tensor:
         """Put the last stage's sums together."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         if loss is not None:
-            total += loss.double() / (self._loss_replicas * batch.targets)
+            total += loss.double() / self._loss_replicas
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total.float()

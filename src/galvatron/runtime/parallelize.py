@@ -33,7 +33,7 @@ from galvatron.runtime.schedule import actions
 from galvatron.runtime.state import shapes_of
 from galvatron.runtime.transfer import Crossing, Side
 from galvatron.runtime.units import LocalParameter
-from galvatron.runtime.wiring import BACKWARD, FORWARD, TIES, StagePlan, needed_groups
+from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups, tie_group
 from galvatron.spec import Layout, Precision
 
 __all__ = ["parallelize"]
@@ -67,7 +67,7 @@ def parallelize(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)
     settings = Settings(device=where, dtype=narrow, master_dtype=wide, seed=seed)
-    return _Builder(plan, cut, source, settings).build()
+    return _Builder(plan, cut, settings).build(source)
 
 
 def _join() -> None:
@@ -94,7 +94,8 @@ def _own_device() -> torch.device:
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
     if isinstance(model, nn.Module):
-        return without_weights(model)  # so that nothing of the caller's model is kept alive
+        empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
+        return empty
     config = plan.model.config if model is None else model
     if config is None:
         raise InvalidInput(
@@ -117,9 +118,10 @@ def _weights(cut: CutModel, model: Model, source: str | Path | Weights | None, s
 class _Builder:
     """Puts the parts of one rank together."""
 
-    def __init__(self, plan: Plan, cut: CutModel, weights: Weights, settings: Settings) -> None:
-        self.plan, self.cut, self.weights, self.settings = plan, cut, weights, settings
+    def __init__(self, plan: Plan, cut: CutModel, settings: Settings) -> None:
+        self.plan, self.cut, self.settings = plan, cut, settings
         self.rank = dist.get_rank()
+        self.schedule = Schedule(plan.schedule)
         self.stages = tuple(
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
@@ -127,16 +129,16 @@ class _Builder:
         self.grids = [
             Grid([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
         ]
-        self.pool = GroupPool(needed_groups(self.stages, self.grids, cut.ties))
+        self.pool = GroupPool(needed_groups(self.stages, self.grids, cut.ties, self.schedule))
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
     @property
     def stage(self) -> StagePlan:
         return self.stages[self.number]
 
-    def build(self) -> ParallelModel:
+    def build(self, weights: Weights) -> ParallelModel:
         grid = self.grids[self.number]
-        assembly = assemble(self.cut, self.stage, self.stages, grid, self.pool, self.rank, self.weights, self.settings)
+        assembly = assemble(self.cut, self.stage, self.stages, grid, self.pool, self.rank, weights, self.settings)
         exchanges = self._exchanges(assembly)
         index = self.stage.ranks.index(self.rank)
         reader = Reader(
@@ -148,7 +150,7 @@ class _Builder:
             device=self.settings.device,
             dtype=self.settings.dtype,
         )
-        order = actions(Schedule(self.plan.schedule), self.number, len(self.stages), self.plan.micro_batches)
+        order = actions(self.schedule, self.number, len(self.stages), self.plan.micro_batches)
 
         def expect_backward(last: bool) -> None:
             for unit in assembly.units:
@@ -159,6 +161,8 @@ class _Builder:
             neighbours=self._neighbours(),
             actions=tuple(order),
             empty_inputs=self._empty_inputs,
+            device=self.settings.device,
+            dtype=self.settings.dtype,
             expect_backward=expect_backward,
         )
         last = self.stages[-1].strategies[-1]
@@ -197,9 +201,9 @@ class _Builder:
             if self.number not in (first, first + 1):
                 continue
             here, there = self._side(first, -1), self._side(first + 1, 0)
-            ranks = here.ranks + there.ranks
             sending = self.number == first
-            forward, backward = self.pool.group(ranks, FORWARD), self.pool.group(ranks, BACKWARD)
+            forward = self.pool.group(forward_group(self.stages))
+            backward = self.pool.group(backward_group(self.stages, self.schedule))
             assert forward is not None
             assert backward is not None
             crossings["send_forward" if sending else "receive_forward"] = Crossing(here, there, self.rank, forward)
@@ -217,7 +221,7 @@ class _Builder:
             stages = [stage for stage in self.stages if stage.uses(tie)]
             if tie.small or len(stages) == 1 or self.stage not in stages:
                 continue
-            group = self.pool.group(tuple(rank for stage in stages for rank in stage.ranks), TIES)
+            group = self.pool.group(tie_group(stages))
             assert group is not None
             copies = [self._holdings(tie, stage) for stage in stages]
             exchanges.append((assembly.owners[number], TieExchange(copies, self.rank, group)))

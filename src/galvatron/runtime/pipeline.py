@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from galvatron.models.layer import Activations
 from galvatron.runtime.batches import LocalBatch
@@ -30,10 +31,13 @@ class Neighbours:
 
 @dataclass
 class _Pass:
-    """A micro-batch between its forward and its backward."""
+    """A micro-batch between its forward and its backward. Keeps no outputs: backward starts from their edges."""
 
     inputs: Activations
-    outputs: Activations
+    edges: tuple[GradientEdge, ...] = ()
+    shapes: tuple[torch.Size, ...] = ()
+    loss: Tensor | None = None
+    """Of the last stage, over the number of targets."""
 
 
 @dataclass(kw_only=True)
@@ -45,24 +49,34 @@ class Pipeline:
     actions: Sequence[Action]
     empty_inputs: Callable[[LocalBatch], Activations]
     """Tensors to receive the stage's input in."""
+    device: torch.device
+    dtype: torch.dtype
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
-    _sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _sending: dict[Crossing, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
 
     def run(self, batch: LocalBatch, iteration: int) -> Tensor | None:
-        """Forward and backward of all micro-batches; the summed loss of this rank's rows, in the last stage."""
+        """Forward and backward of all micro-batches; in the last stage the loss of this rank's rows, over targets."""
         passes: dict[int, _Pass] = {}
         losses: list[Tensor] = []
         left = sum(not action.forward for action in self.actions)
         for action in self.actions:
+            self._let_go()
             if action.forward:
-                passes[action.micro_batch] = self._forward(batch, action.micro_batch, iteration)
+                inputs, outputs = self._forward(batch, action.micro_batch, iteration)
                 if self.neighbours.send_forward is None:
-                    losses.append(passes[action.micro_batch].outputs[0].detach())
+                    passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
+                else:
+                    edges = tuple(get_gradient_edge(output) for output in outputs)
+                    passes[action.micro_batch] = _Pass(inputs, edges, tuple(output.shape for output in outputs))
+                del inputs, outputs
             else:
                 left -= 1
                 self.expect_backward(left == 0)
-                self._backward(passes.pop(action.micro_batch), batch)
+                done = passes.pop(action.micro_batch)
+                if done.loss is not None:
+                    losses.append(done.loss.detach())
+                self._backward(done)
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
 
@@ -71,42 +85,60 @@ class Pipeline:
         losses: list[Tensor] = []
         with torch.no_grad():
             for number in range(len(batch.micro_batches)):
-                outputs = self._forward(batch, number, iteration).outputs
+                _, outputs = self._forward(batch, number, iteration)
                 if self.neighbours.send_forward is None:
-                    losses.append(outputs[0])
+                    losses.append(outputs[0] / batch.targets)
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
 
-    def _forward(self, batch: LocalBatch, number: int, iteration: int) -> _Pass:
+    def _forward(self, batch: LocalBatch, number: int, iteration: int) -> tuple[Activations, Activations]:
         inputs: Activations = ()
         if self.neighbours.receive_forward is not None:
             inputs = self.empty_inputs(batch)
             self.neighbours.receive_forward.receive(inputs)
             for tensor in inputs:
                 tensor.requires_grad_(torch.is_grad_enabled())
-        outputs = self.stage(inputs, batch.micro_batches[number], (iteration, number))
+        outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
         if self.neighbours.send_forward is not None:
             self._send(self.neighbours.send_forward, outputs)
-        return _Pass(inputs, outputs)
+        return inputs, outputs
 
-    def _backward(self, done: _Pass, batch: LocalBatch) -> None:
-        if self.neighbours.receive_backward is None:
-            torch.autograd.backward(done.outputs[0] / batch.targets)
+    def _backward(self, done: _Pass) -> None:
+        if done.loss is not None:
+            torch.autograd.backward(done.loss)
         else:
-            gradients = tuple(torch.empty_like(output) for output in done.outputs)
-            self.neighbours.receive_backward.receive(gradients)
-            torch.autograd.backward(done.outputs, gradients)
+            torch.autograd.backward(done.edges, self._received(done.shapes))
         if self.neighbours.send_backward is not None:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
+    def _received(self, shapes: Sequence[torch.Size]) -> Activations:
+        """The gradients of a micro-batch's outputs."""
+        assert self.neighbours.receive_backward is not None
+        gradients = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        self.neighbours.receive_backward.receive(gradients)
+        return gradients
+
     def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
-        self._sending = [(work, buffer) for work, buffer in self._sending if not work.is_completed()]
-        self._sending += crossing.send(tensors)
+        """Start sending. With gloo a send is not done before it was waited for, so the one before it is waited for
+        here: its receiver, which asked for it first, cannot be waiting for this one."""
+        if self.device.type == "cpu":
+            self._wait_for(self._sending.pop(crossing, []))
+        self._sending.setdefault(crossing, []).extend(crossing.send(tensors))
+
+    def _let_go(self) -> None:
+        """Drop what has arrived."""
+        for crossing, pending in self._sending.items():
+            self._sending[crossing] = [(work, buffer) for work, buffer in pending if not work.is_completed()]
 
     def _finish_sending(self) -> None:
-        for work, _ in self._sending:
+        for pending in self._sending.values():
+            self._wait_for(pending)
+        self._sending.clear()
+
+    @staticmethod
+    def _wait_for(pending: list[tuple[dist.Work, list[Tensor]]]) -> None:
+        for work, _ in pending:
             work.wait()
-        self._sending = []
 
 
 def _gradient(tensor: Tensor) -> Tensor:

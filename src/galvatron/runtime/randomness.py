@@ -51,9 +51,13 @@ class LayerRandomness:
     sequence: bool
     """Sequence parallelism: outside the split parts ranks hold different tokens."""
 
-    def begin(self, iteration: int, micro_batch: int) -> None:
-        """At the start of the layer's forward, the recomputed one too."""
-        self._step = (iteration, micro_batch)
+    _step: tuple[int, int] | None = None
+    """Iteration and micro-batch; None while nothing is drawn."""
+    _part: int = 0
+
+    def begin(self, step: tuple[int, int] | None) -> None:
+        """At the start of the layer's forward, the recomputed one too; None: it draws nothing (evaluation)."""
+        self._step = step
         self._part = 0
         self.outside()
 
@@ -66,6 +70,8 @@ class LayerRandomness:
         self._seed(self.tensor + 1 if self.sequence else 0)
 
     def _seed(self, who: int) -> None:
+        if self._step is None:
+            return
         self._part += 1
         key = (self.seed, *self._step, self.layer, self.rows, self._part, who)
         number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1

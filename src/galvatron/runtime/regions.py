@@ -35,14 +35,13 @@ class Entrance:
         self.arguments = arguments
         self.sequence = sequence
         self._on_enter, self._on_leave = on_enter, on_leave
-        self._wholes: list[_Whole] = []
 
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        if self._on_leave is not None:
+            module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._wholes = []
         if self._on_enter is not None:
             self._on_enter()
         if args:
@@ -51,46 +50,43 @@ class Entrance:
         return args, named
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._wholes = []
-        if self._on_leave is not None:
-            self._on_leave()
+        assert self._on_leave is not None
+        self._on_leave()
 
     def _entered(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         if not self.sequence:
             return operators.enter(value, self.group)
-        whole = _Whole(value.detach(), self.group)
         gathered: Tensor = _EnterSequence.apply(value, self.group)
-        whole.address = gathered.data_ptr()
-        self._wholes.append(whole)
+        gathered.entry = _Entry(value.detach(), self.group)  # type: ignore[attr-defined]
         return gathered
 
-    def whole(self, tensor: Tensor) -> _Whole | None:
-        """The entry that this tensor is, so that it need not be kept for backward."""
-        return next((whole for whole in self._wholes if whole.address == tensor.data_ptr()), None)
 
-
-class _Whole:
-    """An input gathered along the sequence, of which only this rank's part is kept: gathered again in backward."""
+class _Entry:
+    """Where a tensor that was gathered along the sequence came from, so that it need not be kept for backward."""
 
     def __init__(self, part: Tensor, group: ProcessGroup) -> None:
-        self.address = 0
-        self._part, self._group = part, group
-        self._uses = 0
-        self._again: Tensor | None = None
+        self.part = part
+        self.again = _Again(group)
 
-    def use(self) -> None:
+
+class _Again:
+    """The same tensor gathered once more, for the gradients of all weights that used it. Holds no tensor in between."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._uses = 0
+        self._whole: Tensor | None = None
+
+    def expect(self) -> None:
         self._uses += 1
 
-    def again(self) -> Tensor:
+    def gathered(self, part: Tensor) -> Tensor:
         """For the gradient of one weight; the last one lets go of it."""
-        if self._again is None:
-            self._again = operators.gathered(self._part, self._group)
-        whole = self._again
+        whole = operators.gathered(part, self._group) if self._whole is None else self._whole
         self._uses -= 1
-        if not self._uses:
-            self._again = None
+        self._whole = whole if self._uses else None
         return whole
 
 
@@ -108,22 +104,22 @@ class _EnterSequence(torch.autograd.Function):
 
 
 class _RegatheringLinear(torch.autograd.Function):
-    """A linear projection that keeps its input as the entry it came from."""
+    """A linear projection that keeps this rank's part of its input and gathers it again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, whole: _Whole) -> Tensor:
-        whole.use()
-        ctx.whole, ctx.biased = whole, bias is not None
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: _Again) -> Tensor:
+        again.expect()
+        ctx.again, ctx.biased = again, bias is not None
+        ctx.save_for_backward(weight, part)
         return functional.linear(tensor, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        (weight,) = ctx.saved_tensors
-        tensor = ctx.whole.again()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        weight, part = ctx.saved_tensors
+        tensor = ctx.again.gathered(part)
         flat = gradient.flatten(0, -2)
         by_bias = flat.sum(0) if ctx.biased else None
-        return gradient @ weight, flat.t() @ tensor.flatten(0, -2), by_bias, None
+        return gradient @ weight, flat.t() @ tensor.flatten(0, -2), by_bias, None, None
 
 
 class _Split(nn.Module):
@@ -144,13 +140,11 @@ class _Split(nn.Module):
 class SplitColumns(_Split):
     """Each rank computes its own output features."""
 
-    entrance: Entrance | None = None
-
     def forward(self, tensor: Tensor) -> Tensor:
-        whole = self.entrance.whole(tensor) if self.entrance is not None and self.entrance.sequence else None
-        if whole is None:
+        entry: _Entry | None = getattr(tensor, "entry", None)
+        if entry is None:
             return functional.linear(tensor, self.matrix, self.bias)
-        output: Tensor = _RegatheringLinear.apply(tensor, self.matrix, self.bias, whole)
+        output: Tensor = _RegatheringLinear.apply(tensor, self.matrix, self.bias, entry.part, entry.again)
         return output
 
 

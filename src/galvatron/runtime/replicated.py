@@ -17,6 +17,10 @@ from galvatron.runtime.units import LocalParameter, Unit
 __all__ = ["ReplicatedUnit"]
 
 
+_CHUNK_BYTES = 25 << 20
+"""Of one message: larger ones run slower over sockets, and delay what other groups send."""
+
+
 class ReplicatedUnit(Unit):
     """One layer's parameters, whole on each rank of its DP group."""
 
@@ -31,7 +35,7 @@ class ReplicatedUnit(Unit):
         self._flat: Tensor | None = None
         self._last = False
         self._missing = 0
-        self._sum: dist.Work | None = None
+        self._sums: list[dist.Work] = []
         for local, work in pairs:
             if work.requires_grad:
                 work.register_post_accumulate_grad_hook(self._hook(local))
@@ -69,6 +73,9 @@ class ReplicatedUnit(Unit):
         for master, view in zip(masters, self._flat.split([master.numel() for master in masters]), strict=True):
             master.grad = view.view_as(master)
 
+    def end_evaluation(self) -> None:
+        pass  # nothing was gathered
+
     def expect_backward(self, *, last: bool) -> None:
         self._last = last and self._group is not None
         self._missing = sum(work.requires_grad for work in self._works)
@@ -76,11 +83,14 @@ class ReplicatedUnit(Unit):
     def _start_sum(self) -> None:
         self._last = False
         if self._flat is not None:
-            self._sum = dist.all_reduce(self._flat, group=self._group, async_op=True)
+            for chunk in self._flat.split(_CHUNK_BYTES // self._flat.element_size()):
+                work = dist.all_reduce(chunk, group=self._group, async_op=True)
+                assert work is not None
+                self._sums.append(work)
 
     def finish(self) -> None:
         if self._last:  # some parameter had no part in the loss
             self._start_sum()
-        if self._sum is not None:
-            self._sum.wait()
-            self._sum = None
+        for work in self._sums:
+            work.wait()
+        self._sums = []

@@ -105,6 +105,9 @@ class ShardedUnit(Unit):
             if local.master.grad is None:
                 parameter.grad = None
 
+    def end_evaluation(self) -> None:
+        self.fsdp.reshard()
+
     def expect_backward(self, *, last: bool) -> None:
         if self.zero2:
             self.fsdp.set_reshard_after_backward(last)

@@ -31,8 +31,8 @@ class Slot(nn.Module):
 
     def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
         def run(*tensors: torch.Tensor) -> Activations:
-            if self._randomness is not None and self.training:
-                self._randomness.begin(*step)
+            if self._randomness is not None:
+                self._randomness.begin(step if self.training else None)
             output: Activations = self.layer(tensors, context)
             return output
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from galvatron.errors import InvalidInput
 from galvatron.models.layer import Layer
-from galvatron.models.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary
+from galvatron.models.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary, Whole
 from galvatron.runtime.pieces import Cut, part_of
 from galvatron.runtime.regions import Entrance, SplitColumns, SplitRows
 from galvatron.runtime.vocabulary import SplitCrossEntropy, SplitEmbedding
@@ -60,11 +60,13 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
                 splitter.attribute(rule)
             case Loss():
                 splitter.loss(rule)
-            case Region():
+            case Region() | Whole():
                 pass
     for rule in layer.rules:
         if isinstance(rule, Region):  # last: it must find the replaced projections inside it
             splitter.region(rule)
+        elif isinstance(rule, Whole):
+            splitter.whole(rule)
     return {
         name: splitter.cuts[parameter] for name, parameter in layer.named_parameters() if parameter in splitter.cuts
     }
@@ -132,11 +134,15 @@ class _Splitter:
             on_enter=tensor.on_enter,
             on_leave=tensor.on_leave,
         )
+        entrance.attach(self.layer.get_submodule(rule.path))
+
+    def whole(self, rule: Whole) -> None:
+        enter, leave = self.tensor.on_enter, self.tensor.on_leave
+        if enter is None or leave is None:
+            return
         module = self.layer.get_submodule(rule.path)
-        entrance.attach(module)
-        for inner in module.modules():
-            if isinstance(inner, SplitColumns):
-                inner.entrance = entrance
+        module.register_forward_pre_hook(lambda *_: leave())
+        module.register_forward_hook(lambda *_: enter())
 
     def _cut(self, name: str, dim: int, parts: int = 1) -> nn.Parameter | None:
         owner, _, attribute = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Between stages: each rank receives just the rows and tokens its layer asks for, straight from ranks that hold them.
 
-No Slice-Gather is needed there. Forward and backward have groups of their own, so that a stage which sends activations
-and one which sends gradients never wait for each other on one channel.
+No Slice-Gather is needed there. Where activations and gradients travel at the same time (1F1B) they do so in groups of
+their own, so that two stages that send to each other never wait for each other on one channel.
 """
 
 from __future__ import annotations
@@ -82,35 +82,40 @@ class Crossing:
             elif receiver == rank:
                 self.receives.append(incoming)
 
-    def send(self, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, Tensor]]:
+    def send(self, tensors: Sequence[Tensor]) -> list[tuple[dist.Work, list[Tensor]]]:
         """Start sending; the buffers must be kept until the work is done."""
-        pending = []
+        buffers, operations = [], []
         for tensor in tensors:
             for message in self.sends:
                 buffer = message.view(tensor.detach()).contiguous()
-                work = dist.isend(buffer, message.peer, group=self._group)
-                assert work is not None
-                pending.append((work, buffer))
-        return pending
+                buffers.append(buffer)
+                operations.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
+        return [(work, buffers) for work in _started(operations)]
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors."""
-        pending = []
+        operations, copies = [], []
         for tensor in tensors:
             for message in self.receives:
                 target = message.view(tensor)
-                direct = (
-                    target.is_contiguous()
-                    and target.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                )
+                direct = target.is_contiguous() and _same_memory(target, tensor)
                 buffer = target if direct else torch.empty_like(target, memory_format=torch.contiguous_format)
-                work = dist.irecv(buffer, message.peer, group=self._group)
-                assert work is not None
-                pending.append((work, message, None if direct else buffer, tensor))
-        for work, message, received, tensor in pending:
+                operations.append(dist.P2POp(dist.irecv, buffer, message.peer, self._group))
+                if not direct:
+                    copies.append((message, buffer, tensor))
+        for work in _started(operations):
             work.wait()
-            if received is not None:
-                message.put(received, tensor)
+        for message, received, tensor in copies:
+            message.put(received, tensor)
+
+
+def _started(operations: list[dist.P2POp]) -> list[dist.Work]:
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _routes(source: Side, target: Side) -> Iterator[tuple[int, int, _Message, _Message]]:

@@ -55,6 +55,10 @@ class Unit(ABC):
     def finish(self) -> None:
         """After the last backward: wait for the sums, so that each master has its gradient."""
 
+    @abstractmethod
+    def end_evaluation(self) -> None:
+        """After a forward without backward: let go of what only backward would have freed."""
+
     def sum_partial(self) -> None:
         """Sum gradients that sequence parallelism left partial: one message for all of them."""
         partial = [local for local in self.locals if local.summed_over is not None and local.master.grad is not None]

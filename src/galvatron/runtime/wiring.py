@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from galvatron.cost import Schedule
 from galvatron.models.layer import Tie
 from galvatron.runtime.groups import GroupKey, partition
 from galvatron.runtime.layout import Grid
 from galvatron.spec import Kind, Layout, Strategy
 
-__all__ = ["BACKWARD", "FORWARD", "TIES", "StagePlan", "needed_groups"]
-
-FORWARD, BACKWARD, TIES = "forward", "backward", "ties"
-"""Purposes of groups that span stages."""
+__all__ = ["StagePlan", "backward_group", "forward_group", "needed_groups", "tie_group"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +32,37 @@ class StagePlan:
         return any(use.layer in self.layers for use in tie.uses)
 
 
-def needed_groups(stages: Sequence[StagePlan], grids: Sequence[Grid], ties: Sequence[Tie]) -> Iterator[GroupKey]:
+def needed_groups(
+    stages: Sequence[StagePlan], grids: Sequence[Grid], ties: Sequence[Tie], schedule: Schedule
+) -> Iterator[GroupKey]:
     """Groups inside the stages, between neighbouring stages, and of stages with copies of a tied weight."""
     for stage, grid in zip(stages, grids, strict=True):
         for digits in dict.fromkeys(_digits(stage, grid)):
             for ranks in partition(stage.ranks, digits):
                 yield GroupKey(ranks)
-    for first, second in pairwise(stages):
-        for purpose in (FORWARD, BACKWARD):
-            yield GroupKey(tuple(sorted(first.ranks + second.ranks)), purpose)
+    if len(stages) > 1:
+        yield forward_group(stages)
+        yield backward_group(stages, schedule)
     for tie in ties:
-        ranks = tuple(sorted(rank for stage in stages if stage.uses(tie) for rank in stage.ranks))
-        yield GroupKey(ranks, TIES)
+        users = [stage for stage in stages if stage.uses(tie)]
+        if tie.small or len(users) > 1:
+            yield tie_group(users)
+
+
+def forward_group(stages: Sequence[StagePlan]) -> GroupKey:
+    """Activations travel among all ranks: every further group costs NCCL buffers and threads."""
+    return GroupKey(tuple(sorted(rank for stage in stages for rank in stage.ranks)))
+
+
+def backward_group(stages: Sequence[StagePlan], schedule: Schedule) -> GroupKey:
+    """Gradients travel among all ranks, on channels of their own where activations travel at the same time."""
+    return GroupKey(forward_group(stages).ranks, "" if schedule is Schedule.GPIPE else "backward")
+
+
+def tie_group(users: Sequence[StagePlan]) -> GroupKey:
+    """The ranks of all stages that use a tied weight."""
+    ranks = tuple(sorted(rank for stage in users for rank in stage.ranks))
+    return GroupKey(ranks)
 
 
 def _digits(stage: StagePlan, grid: Grid) -> Iterator[Layout]:

@@ -1,0 +1,159 @@
+"""What a rank keeps: sharded layers just their shards between passes, and nobody anything twice.
+
+All live tensors are counted, each storage once, in multiples of the model's parameters in fp32. Layers are recomputed,
+and batches small, so that activations add little.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Case, batches, first_weights
+from parity import build, plan_for
+from ranks import ranks
+from small_models import config
+from torch import Tensor
+
+import galvatron
+from galvatron.runtime.model import ParallelModel
+
+_ACTIVATIONS = 0.05
+"""Of a batch, at most, in the same unit."""
+_CONFIG = config("llama", vocab_size=64, hidden_size=64, intermediate_size=256)
+
+
+def _live_bytes(model: ParallelModel | None = None) -> int:
+    gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]  # gives each an object
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, Tensor) and not found.is_meta:
+            storage = getattr(found, "_local_tensor", found).untyped_storage()
+            storages[storage._cdata] = storage
+    del gradients
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages.values() if storage.nbytes()}.values())
+
+
+def _watch(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+    """On a rank: what is alive when the model is built, before each forward, before each backward and at the end."""
+    unused = _live_bytes()
+    model = build(case, plan, folder)
+    unit = 4 * sum(torch.Size(shape).numel() for shape in model._shapes.values())
+    seen: dict[str, list[float]] = {"forward": [], "backward": [], "end": []}
+
+    def look(when: str) -> None:
+        seen[when].append((_live_bytes(model) - unused) / unit)
+
+    stage, first = model._pipeline.stage, model._units[0]
+    stage.register_forward_pre_hook(lambda _, __: look("forward"), prepend=True)
+    expect = first.expect_backward
+
+    def expect_backward(*, last: bool) -> None:
+        look("backward")
+        expect(last=last)
+
+    first.expect_backward = expect_backward  # type: ignore[method-assign]
+    for batch in given:
+        model.forward_backward(batch)
+        look("end")
+        for parameter in model.parameters():
+            parameter.grad = None
+    return seen
+
+
+def _watched(stages: list[list[str]], dtype: torch.dtype) -> list[dict[str, list[float]]]:
+    """Two iterations of three micro-batches."""
+    case = Case(config=_CONFIG, stages=stages, batch=12, micro_batches=3, dtype=dtype, steps=2)
+    found: list[dict[str, list[float]]] = ranks(4).run(
+        _watch, case, plan_for(case), first_weights(case), batches(case)
+    )
+    return found
+
+
+def _between(values: list[float]) -> list[float]:
+    """Of each iteration, those after a first micro-batch has left gradients."""
+    return [value for place, value in enumerate(values) if place % 3]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "between", "forward_done", "end"),
+    [
+        # In fp32: a shard of parameters and one of gradients, whether forward or backward was last.
+        ("sdp4+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
+        ("dp2-sdp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
+        ("sdp2-tp2+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
+        # Parameters and gradients, no second copy of either.
+        ("dp4+rc", 1 + 1, 1 + 1, 1 + 1),
+        ("dp2-tp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
+        # Whole parameters from the first forward to the last backward beside the shard that the optimizer updates.
+        ("dp4+zero2+rc", 1 + 0.25 + 0.25, 1 + 0.25 + 0.25, 0.25 + 0.25),
+    ],
+)
+def test_parameters_and_gradients_in_fp32(strategy: str, between: float, forward_done: float, end: float) -> None:
+    for seen in _watched([[strategy] * 4], torch.float32):
+        assert _between(seen["forward"]) == pytest.approx([between] * 4, abs=_ACTIVATIONS)
+        assert _between(seen["backward"]) == pytest.approx([forward_done] * 4, abs=_ACTIVATIONS)
+        assert seen["end"] == pytest.approx([end] * 2, abs=_ACTIVATIONS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "between", "end"),
+    [
+        # fp32 masters and gradients are sharded; a bf16 copy is gathered and let go.
+        ("sdp4+rc", 0.25 + 0.25, 0.25 + 0.25),
+        # Masters and gradients in fp32, a working copy in bf16.
+        ("dp4+rc", 1 + 1 + 0.5, 1 + 1 + 0.5),
+        # The working copy is whole until the iteration ends.
+        ("dp4+zero2+rc", 0.25 + 0.25 + 0.5, 0.25 + 0.25),
+    ],
+)
+def test_parameters_and_gradients_in_bf16(strategy: str, between: float, end: float) -> None:
+    for seen in _watched([[strategy] * 4], torch.bfloat16):
+        assert _between(seen["forward"]) == pytest.approx([between] * 4, abs=_ACTIVATIONS)
+        assert _between(seen["backward"]) == pytest.approx([between] * 4, abs=_ACTIVATIONS)
+        assert seen["end"] == pytest.approx([end] * 2, abs=_ACTIVATIONS)
+
+
+def test_sharded_stages_of_a_pipeline() -> None:
+    """Where stock pipelines keep whole parameters and gradients from the first micro-batch to the last."""
+    for seen in _watched([["sdp2+rc", "sdp2+rc"], ["sdp2+rc", "sdp2+rc"]], torch.float32):
+        held = seen["end"][0] / 2
+        assert held == pytest.approx(0.25, abs=0.05)
+        for value in [*_between(seen["forward"]), *_between(seen["backward"])]:
+            assert value <= 2 * held + 2 * _ACTIVATIONS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples", "parts"), [("dp4", 1, 1), ("tp4", 4, 1), ("tp4+sp", 4, 4), ("dp2-tp2+sp", 2, 2)]
+)
+def test_recompute_keeps_a_layers_input_and_no_more(strategy: str, samples: int, parts: int) -> None:
+    """With sequence parallelism too, whose projections would keep parts of their inputs."""
+    stages = [[strategy.removesuffix("+sp"), *[f"{strategy}+rc"] * 3]]
+    case = Case(config=_CONFIG, stages=stages, batch=4, dtype=torch.float32, steps=1)
+    boundary = 8 * 64 * 4  # tokens, features, bytes
+    for kept in ranks(4).run(_activations, case, plan_for(case), first_weights(case), batches(case)):
+        assert kept / boundary == pytest.approx(3 * samples / parts, abs=0.5)
+
+
+def _activations(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> int:
+    """On a rank: bytes that forward adds for backward."""
+    model = build(case, plan, folder)
+    seen: dict[str, int] = {}
+    first = model._units[0]
+
+    def note(when: str) -> None:
+        seen.setdefault(when, _live_bytes(model))
+
+    model._pipeline.stage.register_forward_pre_hook(lambda _, __: note("before"), prepend=True)
+    expect = first.expect_backward
+
+    def expect_backward(*, last: bool) -> None:
+        note("after")
+        expect(last=last)
+
+    first.expect_backward = expect_backward  # type: ignore[method-assign]
+    model.forward_backward(given[0])
+    return seen["after"] - seen["before"]

@@ -1,0 +1,60 @@
+"""Devices that are no power of two, and micro-batches too small for an axis a digit."""
+
+from __future__ import annotations
+
+import pytest
+from oracle import Case
+from parity import check
+from small_models import config
+
+from galvatron.runtime.layout import Grid
+from galvatron.spec import Strategy
+
+_SIX = config("bert", hidden_size=24, num_attention_heads=6, intermediate_size=48)
+
+
+def _fits(stage: list[str], rows: int) -> bool:
+    return Grid([Strategy.parse(text).layout for text in stage], rows).fits
+
+
+@pytest.mark.parametrize(
+    ("stage", "fits"),
+    [
+        (["dp6", "sdp6", "dp3-tp2", "tp3-dp2"], True),
+        (["tp6", "dp3-sdp2", "sdp3-tp2+rc", "dp6+zero2"], True),
+        (["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], False),
+        (["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], False),
+        (["tp2-dp3", "tp3-sdp2", "dp2-tp3", "sdp6"], False),
+    ],
+)
+def test_six_devices(stage: list[str], fits: bool) -> None:
+    """3·2 and 2·3 write ranks in two ways; where a stage has both, rows are gathered whole between them."""
+    assert _fits(stage, 6) == fits
+    check(Case(config=_SIX, stages=[stage], batch=12, micro_batches=2, clip=0.5, padding=True))
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [["dp3", "sdp3"], ["tp3+rc", "dp3+zero2"]],
+        [["tp3", "dp3"], ["sdp3", "tp3"]],
+        [["tp2", "sdp2"], ["dp2"], ["tp2"]],
+    ],
+)
+def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
+    check(Case(config=_SIX, stages=stages, batch=18, micro_batches=3, clip=0.5, padding=True))
+
+
+@pytest.mark.parametrize(
+    ("stages", "batch"),
+    [
+        ([["dp2-tp2", "tp2-dp2", "tp4+sp", "sdp2-tp2"]], 4),
+        ([["tp2-sdp2", "dp2-tp2+sp", "tp2-dp2+rc", "tp4"]], 4),
+        ([["dp4-tp2", "tp2-dp4", "sdp2-tp4", "tp4-sdp2"]], 8),
+        ([["tp2-dp2", "dp2-tp2"], ["dp2-tp2", "tp2-sdp2"]], 4),
+    ],
+)
+def test_fewer_rows_than_an_axis_a_digit_needs(stages: list[list[str]], batch: int) -> None:
+    """Two micro-batches of half as many rows as the stage has devices."""
+    assert not all(_fits(stage, batch // 2) for stage in stages)
+    check(Case(config=config("bert"), stages=stages, batch=batch, micro_batches=2, clip=0.5, padding=True))

@@ -1,0 +1,83 @@
+"""A weight that several layers use stays one weight, whatever strategies its users have and wherever they are."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from oracle import Case, single_process
+from parity import check
+from small_models import config
+
+_TIED = {
+    "bert": config("bert", num_hidden_layers=1),
+    "gpt2": config("gpt2", n_layer=1),
+    "llama": config("llama", num_hidden_layers=1, tie_word_embeddings=True),
+}
+
+
+def _case(family: str, stages: list[list[str]], steps: int = 2) -> Case:
+    return Case(config=_TIED[family], stages=stages, micro_batches=2, clip=0.5, steps=steps)
+
+
+@pytest.mark.parametrize("family", _TIED)
+def test_the_stock_model_is_tied(family: str) -> None:
+    """Else these tests would test nothing: the head has no weight of its own."""
+    names = single_process(_case(family, [])).parameters
+    assert not [name for name in names if name.endswith(("lm_head.weight", "decoder.weight"))]
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "user"),
+    [
+        # Another split of the vocabulary
+        ("gpt2", "tp4", "dp4"),
+        ("bert", "dp4", "tp4"),
+        ("llama", "tp2-dp2", "dp2-tp2"),
+        ("gpt2", "tp4", "tp2-dp2"),
+        ("bert", "dp2-tp2", "tp4"),
+        # The owner is sharded
+        ("gpt2", "sdp4", "tp4"),
+        ("bert", "sdp2-tp2", "tp2-sdp2"),
+        ("llama", "dp2-sdp2", "dp4"),
+        ("gpt2", "dp4+zero2", "tp4+sp"),
+        ("bert", "tp2-dp2+zero2", "sdp4"),
+        # The user is, or is recomputed
+        ("gpt2", "tp4", "sdp4+rc"),
+        ("bert", "dp4+rc", "dp4+zero2+rc"),
+        ("llama", "sdp4+rc", "sdp4+rc"),
+    ],
+)
+def test_in_one_stage(family: str, owner: str, user: str) -> None:
+    check(_case(family, [[owner, "dp2-tp2", user]]))
+
+
+@pytest.mark.parametrize(("owner", "user"), list(product(["dp2", "sdp2", "tp2", "dp2+zero2"], repeat=2)))
+def test_across_two_stages(owner: str, user: str) -> None:
+    """Each stage has a copy; both get the sum of the gradients, and the norm counts the weight once."""
+    check(_case("gpt2", [[owner, "dp2"], [user]]))
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [("tp2-dp2", "sdp2-tp2"), ("sdp4", "tp4"), ("tp4", "dp2-sdp2"), ("dp2-tp2", "dp4+zero2")]
+)
+def test_across_stages_of_four(first: str, last: str) -> None:
+    """Pieces of the two copies overlap without being the same; other stages lie between in the last case."""
+    check(_case("bert", [[first, "tp4"], [last]]))
+
+
+def test_across_stages_with_one_between() -> None:
+    check(Case(config=config("gpt2"), stages=[["tp2"], ["dp2"], ["sdp2"], ["sdp2"]], micro_batches=4, clip=0.5))
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [["tp4", "sdp4", "dp4", "sdp4", "tp2-dp2", "dp4", "dp2-tp2"]],
+        [["tp2", "sdp2", "dp2"], ["sdp2", "tp2", "dp2", "dp2"]],
+        [["single", "single"], ["single", "single"], ["single", "single"], ["single"]],
+    ],
+)
+def test_three_users(stages: list[list[str]]) -> None:
+    """T5 reads its words in both embeddings and in the head, and each stack shares a table of position biases."""
+    check(Case(config=config("t5"), stages=stages, micro_batches=4, clip=0.5, padding=True, steps=2))
