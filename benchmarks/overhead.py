@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--layers 8] [--rounds 3] [--only dp,sdp,tp,pp,one] [--output results.json]
 
-On a machine with a GPU, 8 ranks share it (``virtual_cluster``); without one, 8 CPU processes with gloo run a tiny model,
-which shows only that everything works. Pairs run in turns (ours, stock, ours, stock …), each rank's model built anew.
+On a machine with a GPU, 8 ranks share it (``virtual_cluster``); without one, 8 CPU processes with gloo run a tiny
+model, which shows only that everything works. Pairs run in turns (ours, stock, ours, stock …), each time built anew.
     dp   DistributedDataParallel          sdp  FSDP2, one unit a layer     tp  DTensor ``parallelize_module``
     pp   ``torch.distributed.pipelining`` GPipe    one  the bare model in bf16 on the whole GPU
 """
@@ -101,6 +101,7 @@ def _arguments() -> argparse.Namespace:
 def _rank(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
+
     from overhead_systems import PAIRS
 
     gpu = torch.cuda.is_available()
@@ -163,9 +164,10 @@ def _report(name: str, size: Size, results: dict[str, list[Measured]], output: P
         rounds = [max(rank[system][i]["iteration_s"] for rank in everyone) for i in range(len(results[system]))]
         peak = max(one["peak_bytes"] for rank in everyone for one in rank[system])
         seconds = statistics.median(rounds)
-        lines[system] = {"iteration_s": seconds, "rounds_s": rounds, "samples_per_s": size.batch / seconds, "peak_bytes": peak}
+        rate = size.batch / seconds
+        lines[system] = {"iteration_s": seconds, "rounds_s": rounds, "samples_per_s": rate, "peak_bytes": peak}
         print(
-            f"{name:4} {system:12} {size.batch / seconds:8.2f} samples/s  iteration {seconds:.4f} s "
+            f"{name:4} {system:12} {rate:8.2f} samples/s  iteration {seconds:.4f} s "
             f"(rounds {', '.join(f'{one:.4f}' for one in rounds)})  peak {peak / 2**30:.3f} GiB",
             flush=True,
         )

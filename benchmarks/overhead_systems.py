@@ -1,4 +1,4 @@
-"""The systems that ``overhead.py`` compares: for each pair ours first, then PyTorch's own program for the same thing."""
+"""The systems that ``overhead.py`` compares: in each pair ours first, then PyTorch's own program for the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import Size, Step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +33,7 @@ from galvatron.plans.planner import Request
 from galvatron.spec import Precision, Training
 from galvatron.zoo import load_cluster
 from galvatron.zoo.families.bert import Bert
+from overhead import Size, Step
 
 _RATE = 1e-4
 _MICRO_BATCHES = 8
@@ -44,12 +44,13 @@ def _device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _model(size: Size, *, tied: bool = True) -> BertForMaskedLM:
+def _model(size: Size, *, tied: bool = True) -> Any:
     fields = size.config(tied=tied)
     del fields["model_type"], fields["architectures"]
     torch.manual_seed(0)
     with _device():
-        model: BertForMaskedLM = BertForMaskedLM._from_config(BertConfig(**fields), attn_implementation="sdpa")
+        stock: Any = BertForMaskedLM
+        model = stock._from_config(BertConfig(**fields), attn_implementation="sdpa")
     return model.train()
 
 
@@ -186,7 +187,7 @@ def _dtensor(size: Size) -> Step:
         logits = model(input_ids=batch["input_ids"]).logits
         with loss_parallel():
             loss = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-            loss.backward()
+            torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -228,7 +229,7 @@ def _pipelining(size: Size) -> Step:
 
     def step() -> None:
         inputs = (batch["input_ids"],) if rank == 0 else ()
-        schedule.step(*inputs, **({"target": batch["labels"]} if rank == world - 1 else {}))
+        schedule.step(*inputs, target=batch["labels"] if rank == world - 1 else None)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -242,7 +243,7 @@ def _bare_autocast(size: Size) -> Step:
 
 
 def _bare_bf16(size: Size) -> Step:
-    model = _model(size).to(torch.bfloat16)
+    model: nn.Module = _model(size).bfloat16()
     return _stock_step(model, _rows_of_rank(size), _adam(model.parameters()), nullcontext)
 
 

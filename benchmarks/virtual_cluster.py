@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def sliced_gpu(ranks: int) -> Iterator[dict[str, str]]:
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, shared: dict[str, str], timeout_s: float) -> int:
-    """Run ``script`` once a rank and wait; when one fails, or time is up, all are stopped. The first bad status, or 0."""
+    """Run ``script`` once a rank; when one fails, or time is up, all are stopped. The first bad status, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -57,8 +58,6 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, shared: dict[str,
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> int:
-    import time
-
     end = time.monotonic() + timeout_s
     try:
         while time.monotonic() < end:

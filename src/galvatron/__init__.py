@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from galvatron.api import plan
     from galvatron.errors import GalvatronError, Infeasible, InvalidInput, PlanMismatch
+    from galvatron.models.describe import describe
     from galvatron.plans.plan import Plan
     from galvatron.runtime.parallelize import parallelize
     from galvatron.spec import Cluster, ModelSpec, Strategy
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "Strategy",
+    "describe",
     "parallelize",
     "plan",
 ]
@@ -37,6 +39,7 @@ _HOMES = {
     "Plan": "galvatron.plans.plan",
     "PlanMismatch": "galvatron.errors",
     "Strategy": "galvatron.spec",
+    "describe": "galvatron.models.describe",
     "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",
 }

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from galvatron.errors import InvalidInput
 from galvatron.plans.advice import make_plan
 from galvatron.plans.plan import Plan
 from galvatron.plans.setup import Options, Setup, request_for
 from galvatron.spec import Cluster, ModelSpec
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
 __all__ = ["plan"]
 
 
-def plan(model: str | Path | ModelSpec, cluster: str | Path | Cluster, **options: Unpack[Options]) -> Plan:
-    """The provably best plan for a model (preset, file, folder or facts) on a cluster (preset, file or facts).
+def plan(
+    model: str | Path | ModelSpec | nn.Module | PreTrainedConfig,
+    cluster: str | Path | Cluster,
+    **options: Unpack[Options],
+) -> Plan:
+    """The provably best plan for a model on a cluster (preset, file or facts).
 
-    Options are those of the command line: ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all
-    it has), ``batch`` a fixed global batch, ``recompute=False`` turns an extension off, and so on; see
-    :class:`galvatron.plans.setup.Setup`. Raises :class:`galvatron.Infeasible` with advice when nothing fits.
+    ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of a known family, or facts: for
+    a model of another family those that :func:`galvatron.describe` measures. Options are those of the command line:
+    ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
+    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.plans.setup.Setup`. Raises
+    :class:`galvatron.Infeasible` with advice when nothing fits.
     """
-    return make_plan(request_for(model, cluster, Setup(**options)))
+    source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
+    return make_plan(request_for(source, cluster, Setup(**options)))
+
+
+def _configuration(model: Any) -> dict[str, Any]:
+    """What a ``config.json`` of the model would say."""
+    config = getattr(model, "config", model)
+    if not hasattr(config, "to_json_string"):
+        raise InvalidInput(
+            f"model: a {type(model).__name__} has no Hugging Face configuration; measure it with "
+            "galvatron.describe(model, batch) and plan for what that returns"
+        )
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    return content

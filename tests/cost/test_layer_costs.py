@@ -168,10 +168,12 @@ def test_tables_amortise_once_over_micro_batches_and_round_up() -> None:
     ("strategy", "states", "activations", "transient"),
     [
         ("dp4", 41 * 16, 2 * 100, 2 * 8),
-        ("tp4", 11 * 16, 8 * (80 / 4 + 20), 8 * 8 / 4),
-        ("tp4+sp", 11 * 16, 8 * (80 + 20) / 4, 8 * 8 / 4),
+        # Outside its split parts a layer works on whole tensors (messages of 5) all the same: on three, or all of 8.
+        ("tp4", 11 * 16, 8 * (80 / 4 + 20), 8 * 8),
+        # Along the sequence: the gathered tensor and its copy in order, and three parts of it.
+        ("tp4+sp", 11 * 16, 8 * (80 + 20) / 4, 8 * (2 + 3 / 4) * 5),
         ("dp4+rc", 41 * 16, 2 * 5, 2 * (8 + 100)),
-        ("tp4+sp+rc", 11 * 16, 8 * 5 / 4, 8 * (8 + 100) / 4),
+        ("tp4+sp+rc", 11 * 16, 8 * 5 / 4, 8 * ((2 + 3 / 4) * 5 + 100 / 4)),
         ("dp4+zero2", 41 * 16 / 4 + 41 * 4, 2 * 100, 2 * 8 + 41 * 4),
         ("sdp4", 41 * 16 / 4, 2 * 100, None),
         ("dp2-sdp2", 41 * 16 / 2, 2 * 100, None),

@@ -20,11 +20,11 @@ from transformers.utils import logging
 
 from galvatron.models.build import build_meta
 from galvatron.models.registry import cut
-from galvatron.spec import Attention, Training
+from galvatron.spec import Attention, Strategy, Training
 
 __all__ = ["EPSILON", "Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
 
-logging.disable_progress_bar()
+logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 _CLASSES = {
     "bert": "BertForMaskedLM",
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def devices(self) -> int:
-        return sum(_devices(stage[0]) for stage in self.stages)
+        return sum(Strategy.parse(stage[0]).devices for stage in self.stages)
 
     @property
     def length(self) -> int | None:
@@ -72,12 +72,6 @@ class Case:
 
 
 _OF_THE_PLAN = {"stages", "micro_batches", "schedule"}
-
-
-def _devices(strategy: str) -> int:
-    from galvatron.spec import Strategy
-
-    return Strategy.parse(strategy).devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,7 @@ def stock_model(case: Case) -> nn.Module:
         )
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 
 
@@ -167,7 +161,7 @@ def _trained(case: Case) -> Record:
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches(case)):
         loss = stock_loss(model, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         if step == 0:
             gradients = {
                 name: torch.zeros_like(own) if own.grad is None else own.grad.clone()

@@ -6,26 +6,37 @@ Forked from this process after all that they need is imported, because importing
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import shutil
+import signal
+import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["RankError", "Ranks", "ranks"]
 
-_LIMIT_S = 120
+# A process forked from one that has computed in several threads waits for ever for threads it did not inherit. Tests
+# are collected before any runs, so this is in time; oneDNN, which has threads of its own, is left out on the ranks.
+torch.set_num_threads(1)
+
+_LIMIT_S = 60
 _MODULES = (
     "galvatron.runtime.parallelize",
     "safetensors.torch",
@@ -57,7 +68,7 @@ class Ranks:
         waiting = dict(enumerate(self._pipes))
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting.values()), timeout=_LIMIT_S)
-            failed = None if ready else f"ranks {sorted(waiting)} did not answer within {_LIMIT_S} s"
+            failed = None if ready else self._stuck(sorted(waiting))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     fine, results[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
@@ -70,6 +81,17 @@ class Ranks:
                 raise RankError(failed)
         return [results[rank] for rank in range(self.world)]
 
+    def _stuck(self, waiting: list[int]) -> str:
+        """Where the ranks that do not answer are."""
+        stacks = []
+        for rank in waiting:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            stacks.append(f"rank {rank}:\n{(self._stacks / str(rank)).read_text()}")
+        return f"ranks {waiting} did not answer within {_LIMIT_S} s\n" + "\n".join(stacks)
+
     def stop(self) -> None:
         """End the processes; the next :meth:`run` starts new ones."""
         for process in self._processes:
@@ -81,11 +103,15 @@ class Ranks:
     def _start(self) -> None:
         for name in _MODULES:
             importlib.import_module(name)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
+        atexit.register(shutil.rmtree, self._stacks, ignore_errors=True)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("fork")
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self._store.port, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, self._store.port, self._stacks, there), daemon=True
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: the store's serve no one
                 process.start()
@@ -102,12 +128,13 @@ def ranks(world: int) -> Ranks:
     return shared
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world: int, port: int, stacks: Path, pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1, file=(stacks / str(rank)).open("w"))
     gc.freeze()  # what is inherited is never collected: looking at it would copy its pages
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while True:
         try:

@@ -98,7 +98,7 @@ def test_all_pairs_of_forms(devices: int) -> None:
     """Both stages number rows by all digits of their ranks."""
     every = forms(devices)
     stages = [_Stage(form, tuple(every)) for form in every]
-    _check(devices, list(product(stages, repeat=2)), 2 * devices)
+    _check(devices, list(product(stages, stages)), 2 * devices)
 
 
 def test_stages_that_number_rows_differently() -> None:
@@ -113,13 +113,13 @@ def test_too_few_rows_for_an_axis_a_digit() -> None:
     every = [form for form in forms(4) if len(form.rows) < 2]
     stages = [_Stage(form, tuple(every)) for form in every]
     assert not stages[0].grid(2).fits
-    _check(4, list(product(stages, repeat=2)), 2)
+    _check(4, list(product(stages, stages)), 2)
 
 
 def test_stages_of_three() -> None:
     every = forms(3)
     stages = [_Stage(form, tuple(every)) for form in every]
-    _check(3, list(product(stages, repeat=2)), 6)
+    _check(3, list(product(stages, stages)), 6)
 
 
 def test_copies_share_the_work_of_sending() -> None:

@@ -67,9 +67,7 @@ def _watch(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str,
 def _watched(stages: list[list[str]], dtype: torch.dtype) -> list[dict[str, list[float]]]:
     """Two iterations of three micro-batches."""
     case = Case(config=_CONFIG, stages=stages, batch=12, micro_batches=3, dtype=dtype, steps=2)
-    found: list[dict[str, list[float]]] = ranks(4).run(
-        _watch, case, plan_for(case), first_weights(case), batches(case)
-    )
+    found: list[dict[str, list[float]]] = ranks(4).run(_watch, case, plan_for(case), first_weights(case), batches(case))
     return found
 
 

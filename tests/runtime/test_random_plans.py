@@ -1,4 +1,4 @@
-"""Seeded random plans: any mix of kinds, orders, flags, cuts, schedules and micro-batches trains as one process does."""
+"""Seeded random plans: any mix of kinds, orders, flags, cuts, schedules and micro-batches trains as one process."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _charged(devices: int, pairs: list[tuple[Form, Form]], size: int) -> list[fl
 def test_all_pairs_of_forms_in_one_stage(devices: int) -> None:
     """Each digit has an axis of its own: the volume is exactly what the planner charges."""
     every = forms(devices)
-    pairs = list(product(every, repeat=2))
+    pairs = list(product(every, every))
     outcomes = _run(devices, _Job(pairs, rows=2 * devices, tokens=devices, stage=every))
     assert all(outcome.fits for outcome in outcomes)
     found = [outcome.forward_volume + outcome.backward_volume for outcome in outcomes]

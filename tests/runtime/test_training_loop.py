@@ -1,13 +1,16 @@
-"""What a training loop may do between steps: accumulate over calls, evaluate, zero in place, clip, read the whole."""
+"""What a training loop may do between steps: accumulate over calls, evaluate, zero in place, choose its optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from oracle import EPSILON, Case, batches, first_weights, single_process, stock_loss, stock_model
-from parity import Held, Trained, build, check, difference, held, plan_for
+from loops import accumulate, accumulated_difference, evaluating
+from oracle import EPSILON, Case, batches, first_weights, single_process
+from parity import Trained, build, check, difference, held, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor
@@ -22,63 +25,51 @@ _MIXES = {
 }
 
 
-def _case(mix: str, **changes: object) -> Case:
-    settings = {"config": config("gpt2"), "stages": _MIXES[mix], "micro_batches": 2, "padding": True, **changes}
-    return Case(**settings)  # type: ignore[arg-type]
-
-
-# Gradients add up until they are dropped
-
-
-def _accumulated(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> list[Held]:
-    model = build(case, plan, folder)
-    for batch in given:
-        model.forward_backward(batch)
-    return held(model)
+def _case(mix: str, **changes: Any) -> Case:
+    return Case(config=config("gpt2"), stages=_MIXES[mix], micro_batches=2, padding=True, **changes)
 
 
 @pytest.mark.parametrize("mix", _MIXES)
 def test_gradients_add_up_over_calls(mix: str) -> None:
     """Three calls without ``zero_grad`` give the sum of the three batches' gradients, as in PyTorch."""
     case = _case(mix)
-    given = batches(case)
-    model = stock_model(case).to(case.dtype)
-    for batch in given:
-        stock_loss(model, batch).backward()
-    expected = {name: own.grad.flatten() for name, own in model.named_parameters() if own.grad is not None}
-    for rank, mine in enumerate(ranks(4).run(_accumulated, case, plan_for(case), first_weights(case), given)):
-        for own in mine:
-            torch.testing.assert_close(
-                own.gradient, expected[own.name][own.places], rtol=1e-8, atol=1e-12,
-                msg=lambda text, own=own, rank=rank: f"rank {rank}, {own.name}: {text}",
-            )  # fmt: skip
-
-
-# Evaluation
-
-
-def _evaluating(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> Trained:
-    """Train, with an evaluation at every point of the loop; its losses follow those of training."""
-    model = build(case, plan, folder)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=EPSILON)
-    losses, evaluations, first = [], [], []
-    for step, batch in enumerate(given):
-        evaluations.append(float(model.evaluate(batch)))
-        losses.append(float(model.forward_backward(batch)))
-        if step == 0:
-            first = [own.gradient.clone() for own in held(model)]
-        evaluations.append(float(model.evaluate(batch)))
-        optimizer.step()
-        optimizer.zero_grad()
-    final = [Held(own.name, own.places, gradient, own.value) for own, gradient in zip(held(model), first, strict=True)]
-    assert evaluations[::2] == pytest.approx(losses, rel=1e-6), "evaluate before a step gives the loss of that step"
-    assert evaluations[1::2] == pytest.approx(losses, rel=1e-6), "gradients do not change the loss"
-    return Trained(losses, [], final)
+    found = ranks(4).run(accumulate, case, plan_for(case), first_weights(case), batches(case))
+    assert accumulated_difference(case, found) is None
 
 
 @pytest.mark.parametrize("mix", _MIXES)
 def test_evaluating_changes_nothing(mix: str) -> None:
     """``evaluate`` before and after backward gives the loss of the weights at hand, and training goes on as before."""
     case = _case(mix)
-    found = ranks(4).run(_evaluating, case, plan_for(case), first_weights(case), batches(case))
+    found = ranks(4).run(evaluating, case, plan_for(case), first_weights(case), batches(case))
     assert difference(case, found, single_process(case)) is None
+
+
+def _zeroing(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> Trained:
+    """On a rank: gradients are set to zero rather than dropped, and batches cut beforehand."""
+    model = build(case, plan, folder)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=case.learning_rate, eps=EPSILON, foreach=False)
+    losses = []
+    for batch in model.local_batches(given):
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(float(model.forward_backward(batch)))
+        optimizer.step()
+    return Trained(losses, [], held(model))
+
+
+@pytest.mark.parametrize("mix", ["mixed", "pipeline"])
+def test_gradients_set_to_zero(mix: str) -> None:
+    """With a loop over single tensors in the optimizer; compared are losses and weights, not the last gradients."""
+    case = _case(mix)
+    found = ranks(4).run(_zeroing, case, plan_for(case), first_weights(case), batches(case))
+    expected = single_process(case)
+    for mine in found:
+        assert mine.losses == pytest.approx(expected.losses, rel=1e-6)
+        for own in mine.held:
+            whole = expected.parameters[own.name].flatten()
+            torch.testing.assert_close(own.value, whole[own.places], rtol=1e-8, atol=1e-9)
+
+
+def test_one_process() -> None:
+    """No communication at all."""
+    check(Case(config=config("bert"), stages=[["single", "single+rc", "single", "single"]], micro_batches=4, clip=0.5))

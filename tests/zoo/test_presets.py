@@ -149,7 +149,7 @@ def test_tensor_parallelism_follows_megatron() -> None:
         "embedding": (1, 0, tensor),
         "encoder": (2, 2, tensor),
         "decoder_embedding": (1, 0, tensor),
-        "decoder": (3, 3, tensor),
+        "decoder": (3, 4, tensor),
         "head": (0, 1, tensor),
     }
     assert {kind.name: kind.boundary_bytes // tensor for kind in t5.kinds} == {

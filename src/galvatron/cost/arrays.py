@@ -26,6 +26,8 @@ class LayerArrays:
     split_parameters: Floats
     replicated_parameters: Floats
     tied_parameters: Floats
+    lent_parameters: Floats
+    """Of the first layer: those that later layers are tied to."""
     forward_s: Floats
     backward_s: Floats
     split_activation_bytes: Floats
@@ -64,11 +66,13 @@ def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]
 
+    lent = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
     whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
     return LayerArrays(
         split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
+        lent_parameters=column(lent),
         forward_s=column([forward for forward, _ in times]),
         backward_s=column([backward for _, backward in times]),
         split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),

@@ -12,7 +12,7 @@ from galvatron.cost.arrays import LayerArrays, StrategyArrays
 from galvatron.cost.communication import Floats
 from galvatron.spec import Device
 
-__all__ = ["backward_s", "forward_s", "local_parameters", "optimizer_s"]
+__all__ = ["backward_s", "forward_s", "lent_parameters", "local_parameters", "optimizer_s"]
 
 _ADAM_BYTES = 28
 """Traffic of one Adam update in fp32: read parameter, gradient and two moments, write parameter and moments."""
@@ -42,6 +42,12 @@ def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_he
     split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
     parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
     return parameters
+
+
+def lent_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Of those, the ones that later layers of the stage are tied to."""
+    lent: Floats = layers.lent_parameters * tied_here / _split(layers, strategies)
+    return lent
 
 
 def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device) -> Floats:

@@ -12,12 +12,15 @@ from galvatron.cost.communication import Floats
 from galvatron.cost.conventions import Conventions
 from galvatron.spec import Precision
 
-__all__ = ["GRADIENT_BYTES", "STATE_BYTES", "activation_bytes", "state_bytes", "transient_bytes"]
+__all__ = ["GRADIENT_BYTES", "STATE_BYTES", "activation_bytes", "lent_bytes", "state_bytes", "transient_bytes"]
 
 STATE_BYTES = 16
 """Of one parameter with Adam: fp32 value, gradient and two moments."""
 GRADIENT_BYTES = 4
 """Gradients are reduced in fp32, whatever the working precision."""
+_EARLY_GRADIENT = 1 / 3
+"""Share of a layer's gradient that is there when its activations peak in backward: that of its last projection, 4h² of
+a block's 12h² parameters."""
 
 
 def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
@@ -32,6 +35,14 @@ def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Preci
     return total
 
 
+def lent_bytes(lent: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
+    """Parameters that a layer lends to later ones of its stage (a tied head) stay gathered under SDP, from the first
+    use to the last. (ZeRO-2 keeps them gathered anyway.)"""
+    gathers = (strategies.sdp.size > 1) & (conventions.gathered_copies > 0)
+    total: Floats = gathers * precision.bytes * lent
+    return total
+
+
 def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed."""
     sequence = np.where(strategies.sequence_parallel, strategies.tp.size, 1.0)
@@ -43,21 +54,47 @@ def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyA
 def transient_bytes(
     samples: Floats,
     parameters: Floats,
+    lent: Floats,
     layers: LayerArrays,
     strategies: StrategyArrays,
     precision: Precision,
     conventions: Conventions,
 ) -> Floats:
     """Alive only while the layer runs backward: gradients inside it, what recompute restored, and under SDP the
-    gathered parameters and their whole gradient (under ZeRO-2 the gradient)."""
-    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
-    work = layers.transient_bytes / split + strategies.recompute * _full_activation_bytes(layers, strategies)
+    gathered parameters and whole gradients (under ZeRO-2 the gradient).
+
+    FSDP2 lets go of the buffer a layer's gradient is reduced from when the next layer reduces its own. So beside the
+    gathered copies there is always one such buffer, and the layer's own gradient: a part of it while activations are
+    many, all of it when they are gone. Lent weights have their copy already, and nothing is prefetched behind them.
+    """
+    restored = strategies.recompute * _full_activation_bytes(layers, strategies)
+    work = samples * (_working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
     copies = sharded * conventions.gathered_copies * precision.bytes
-    gradient = ((copies > 0) | strategies.zero2) * GRADIENT_BYTES
+    lent = np.where(copies > 0, lent, 0)
+    whole = (parameters - lent) * precision.bytes
+    early = whole * _EARLY_GRADIENT - activation_bytes(samples, layers, strategies)
+    own = np.where(copies > 0, np.maximum(np.maximum(early, whole - work), 0), 0) + lent * precision.bytes
+    reduced = ((copies > 0) | strategies.zero2) * GRADIENT_BYTES * parameters
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
-    total: Floats = samples * work + parameters * (copies + gradient) + kept * precision.bytes
+    total: Floats = work + copies * (parameters - lent) + own + reduced + kept * precision.bytes
     return total
+
+
+def _working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
+    """Gradients inside a layer's backward, for one sample.
+
+    Tensor parallelism divides them, but not those outside its split parts: a norm's backward holds up to three whole
+    boundary tensors, and gathering along the sequence two beside the parts.
+    """
+    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    divided: Floats = layers.transient_bytes / split
+    if not conventions.gathered_copies:  # the paper's figures are fitted without
+        return divided
+    message = layers.tp_message_bytes
+    outside = np.minimum(layers.transient_bytes, 3 * message)
+    whole = np.where(strategies.sequence_parallel, (2 + 3 / strategies.tp.size) * message, outside)
+    return np.where(split > 1, np.maximum(divided, whole), layers.transient_bytes)
 
 
 def _full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:

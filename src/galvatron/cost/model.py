@@ -160,13 +160,22 @@ class StageCosts:
         possible = self._allowed & (micro_batch % self.data_degree == 0)
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        lent = computation.lent_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        states = memory.state_bytes(parameters, arrays, precision)
+        states = states + memory.lent_bytes(lent, arrays, precision, conventions)
         return Tables(
             time_ns=np.where(possible, time, NEVER),
-            state_bytes=_up(memory.state_bytes(parameters, arrays, precision)),
+            state_bytes=_up(states),
             activation_bytes=_up(memory.activation_bytes(samples, layers, arrays)),
             transient_bytes=_up(
                 memory.transient_bytes(
-                    samples * self._working_sets(micro_batches), parameters, layers, arrays, precision, conventions
+                    samples * self._working_sets(micro_batches),
+                    parameters,
+                    lent,
+                    layers,
+                    arrays,
+                    precision,
+                    conventions,
                 )
             ),
         )

@@ -6,6 +6,7 @@ time, whatever the model's size.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -73,7 +74,22 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
             )
         )
         seen |= own
-    return ModelSpec(name=name or type(model).__name__, family="generic", layers=tuple(specs), training=training)
+    return ModelSpec(
+        name=name or type(model).__name__,
+        family="generic",
+        layers=tuple(specs),
+        training=training,
+        config=_config(model),
+    )
+
+
+def _config(model: nn.Module) -> dict[str, Any] | None:
+    """What builds the model again, if it is one of Hugging Face's."""
+    config = getattr(model, "config", None)
+    if config is None or not type(model).__module__.startswith("transformers."):
+        return None
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    return {**content, "architectures": [type(model).__name__]}
 
 
 def _refuse_unequal(name: str, blocks: Iterable[Layer]) -> None:

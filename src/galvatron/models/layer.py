@@ -6,6 +6,7 @@ order and with the kinds of the planner's :class:`galvatron.spec.ModelSpec`. Kno
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ class Layer(nn.Module, ABC):
     @abstractmethod
     def forward(self, activations: Activations, context: Any) -> Activations:
         """Run on some rows; ``context`` is what :meth:`CutModel.context` made of the same rows of the batch."""
+
+    def detached(self) -> Layer:
+        """The layer with modules of its own, to be split and filled: stock models share some between layers."""
+        return copy.deepcopy(self)
 
     def stock_name(self, name: str) -> str:
         """The stock model's name of a parameter or buffer: ``"block.output.dense.weight"`` to ``"bert.encoder…"``."""

@@ -19,6 +19,8 @@ class Columns:
     path: str
     parts: int = 1
     """Projections fused into one weight, each split by itself (3: query, key and value side by side)."""
+    reads: str | None = None
+    """The region's argument that it projects; None: the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A module whose input enters the split part: f is applied once to these arguments (and to the first one, if it is
-    passed by position). Random numbers drawn inside differ from rank to rank."""
+    """A module whose inputs enter the split part: f is applied once to each of these arguments, of which the first may
+    be passed by position. Inside, only projections split by columns read them. Random numbers drawn inside differ from
+    rank to rank."""
 
     path: str
     arguments: tuple[str, ...] = ("hidden_states",)

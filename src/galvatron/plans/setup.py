@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from galvatron.cost import GALVATRON, PAPER_SYSTEMS, Schedule
 from galvatron.errors import InvalidInput
@@ -79,8 +79,9 @@ class Setup:
     said otherwise also its guideline for cuts (by memory) and few micro-batches."""
 
 
-def request_for(model: str | Path | ModelSpec, cluster: str | Path | Cluster, setup: Setup) -> Request:
-    """The request a user means. Raises :class:`InvalidInput` for what cannot be meant."""
+def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | Path | Cluster, setup: Setup) -> Request:
+    """The request a user means; a dictionary is a model's configuration. Raises :class:`InvalidInput` for what cannot
+    be meant."""
     if setup.paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)

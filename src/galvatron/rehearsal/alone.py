@@ -31,8 +31,8 @@ class _Done:
 
 
 def _exchange(operations: Sequence[dist.P2POp]) -> list[_Done]:
-    """In place of ``batch_isend_irecv``. The fake group would leave in a received tensor whatever its memory happened to
-    hold, which may be slow to compute with."""
+    """In place of ``batch_isend_irecv``. The fake group would leave in a received tensor whatever its memory happened
+    to hold, which may be slow to compute with."""
     for operation in operations:
         if operation.op is dist.irecv:
             operation.tensor.normal_(std=_SPREAD)
@@ -46,7 +46,7 @@ def alone_as(rank: int, world: int) -> Iterator[None]:
         raise GalvatronError("a rehearsal needs a process of its own, but this one has joined a process group already")
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     real = dist.batch_isend_irecv
-    dist.batch_isend_irecv = _exchange
+    dist.batch_isend_irecv = _exchange  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -93,8 +93,9 @@ class CpuMeter(Meter):
     ) -> None:
         self._profile.stop()
         if error is None:
-            results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
-            self.phases = _phases(list(_flattened(results.experimental_event_tree())), self._PREFIX)
+            finished: Any = self._profile.profiler
+            events = finished.kineto_results.experimental_event_tree()
+            self.phases = _phases(list(_flattened(events)), self._PREFIX)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

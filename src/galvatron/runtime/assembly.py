@@ -5,7 +5,6 @@ Works layer by layer, so that a rank never holds more than one whole layer besid
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +106,7 @@ class _Assembler:
         return Assembly(stage=stage, units=self.units, owners=self.owners)
 
     def _slot(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> Slot:
-        layer = copy.deepcopy(self.cut.layers[index])
+        layer = self.cut.layers[index].detached()
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)

@@ -29,6 +29,10 @@ class MicroBatch:
             self._contexts[layout] = self._cut.context(self._rows[layout], self._dtype)
         return self._contexts[layout]
 
+    def release(self) -> None:
+        """Let go of masks and positions after backward."""
+        self._contexts.clear()
+
 
 class LocalBatch:
     """This rank's part of one batch."""

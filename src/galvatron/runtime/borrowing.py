@@ -39,7 +39,7 @@ def lend(user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Calla
         if prepare is not None and output.requires_grad:
             output.register_hook(lambda gradient: prepare())
 
-    user.register_forward_pre_hook(borrow)
+    user.register_forward_pre_hook(borrow, prepend=True)  # before it is entered, if it is a region of its own
     user.register_forward_hook(give_back)
 
 
@@ -69,7 +69,8 @@ class _WholeRows(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, rows: int, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.held = group, part.shape[0]
         padded = _padded(part, -(-rows // group.size()))
-        return collectives.all_gather(padded, group)[:rows].clone()
+        whole = collectives.all_gather(padded, group)
+        return whole if whole.shape[0] == rows else whole[:rows].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

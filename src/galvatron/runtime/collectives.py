@@ -1,4 +1,7 @@
-"""The collectives of the runtime, on whole tensors along their first dim. Each returns when its result may be used."""
+"""The collectives of the runtime, on whole tensors along their first dim.
+
+Functions return when their result may be used; the classes start a collective and give its result when asked.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,65 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-__all__ = ["all_gather", "all_reduce", "maximum", "reduce_scatter"]
+# Named anew in torch 2.13, where the old names warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+__all__ = ["Gather", "Scatter", "Sum", "all_gather", "all_reduce", "maximum", "reduce_scatter"]
+
+
+class _Started:
+    """A collective under way."""
+
+    _work: dist.Work | None
+    _result: Tensor
+
+    def result(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._result
+
+
+class Sum(_Started):
+    """The sum over the group, in place where the tensor is contiguous."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self._result = tensor.contiguous()
+        self._work = dist.all_reduce(self._result, group=group, async_op=True)
+
+
+class Gather(_Started):
+    """The tensors of all ranks, in their order, joined along the first dim."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self._given = tensor.contiguous()
+        self._result = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+        self._work = _gather(self._result, self._given, group=group, async_op=True)
+
+
+class Scatter(_Started):
+    """The sum over the group, of which each rank keeps its part of the first dim."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self._given = tensor.contiguous()
+        self._result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
+        self._work = _scatter(self._result, self._given, group=group, async_op=True)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, in place where the tensor is contiguous."""
-    tensor = tensor.contiguous()
-    dist.all_reduce(tensor, group=group)
-    return tensor
+    return Sum(tensor, group).result()
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return Gather(tensor, group).result()
+
+
+def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return Scatter(tensor, group).result()
 
 
 def maximum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Elementwise maximum over the group, in place."""
     dist.all_reduce(tensor, op=ReduceOp.MAX, group=group)
     return tensor
-
-
-def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensors of all ranks, in their order, joined along the first dim."""
-    tensor = tensor.contiguous()
-    joined = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(joined, tensor, group=group)
-    return joined
-
-
-def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, of which each rank keeps its part of the first dim."""
-    tensor = tensor.contiguous()
-    part = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(part, tensor, group=group)
-    return part

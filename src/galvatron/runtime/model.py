@@ -51,6 +51,11 @@ class ParallelModel:
         self._shapes = shapes
         self._iteration = 0
 
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return dist.get_rank()
+
     # What an optimizer needs
 
     @property

@@ -1,4 +1,4 @@
-"""The operators of tensor parallelism with their gradients: Megatron's f and g, and those of sequence parallelism.
+"""The operators of tensor parallelism with their gradients: Megatron's g, and those of sequence parallelism.
 
 Each takes local tensors and the tensor-parallel group. Sequence is dim 1 of an activation (rows, tokens, features).
 """
@@ -13,13 +13,15 @@ from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
 
-__all__ = ["enter", "gather_sequence", "leave", "slice_sequence", "sum_sequence"]
-
-
-def enter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """f: into the split part; the gradients of all ranks are summed in backward."""
-    entered: Tensor = _Enter.apply(tensor, group)
-    return entered
+__all__ = [
+    "Gathering",
+    "Summing",
+    "gather_sequence",
+    "gathered",
+    "leave",
+    "slice_sequence",
+    "sum_sequence",
+]
 
 
 def leave(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -46,35 +48,41 @@ def slice_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
+class Gathering:
+    """All tokens of a tensor divided along the sequence, under way; no gradient."""
+
+    def __init__(self, part: Tensor, group: ProcessGroup) -> None:
+        self._shape, self._ranks = part.shape, group.size()
+        self._pieces = collectives.Gather(part, group)
+
+    def result(self) -> Tensor:
+        rows, tokens, *tail = self._shape
+        pieces = self._pieces.result().view(self._ranks, rows, tokens, *tail)
+        return pieces.transpose(0, 1).reshape(rows, self._ranks * tokens, *tail)
+
+
+class Summing:
+    """This rank's tokens of the sum over the group, under way; no gradient."""
+
+    def __init__(self, whole: Tensor, group: ProcessGroup) -> None:
+        rows, tokens, *tail = whole.shape
+        pieces = whole.view(rows, group.size(), tokens // group.size(), *tail).transpose(0, 1)
+        joined = pieces.reshape(group.size() * rows, tokens // group.size(), *tail)
+        self._part = collectives.Scatter(joined, group)
+
+    def result(self) -> Tensor:
+        return self._part.result()
+
+
 def gathered(part: Tensor, group: ProcessGroup) -> Tensor:
     """All tokens of a tensor divided along the sequence; no gradient."""
-    rows, tokens, *tail = part.shape
-    pieces = collectives.all_gather(part, group).view(group.size(), rows, tokens, *tail)
-    return pieces.transpose(0, 1).reshape(rows, group.size() * tokens, *tail)
+    return Gathering(part, group).result()
 
 
 def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens; no gradient."""
     tokens = whole.shape[1] // group.size()
     return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
-
-
-def summed(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's tokens of the sum over the group; no gradient."""
-    rows, tokens, *tail = whole.shape
-    pieces = whole.view(rows, group.size(), tokens // group.size(), *tail).transpose(0, 1)
-    return collectives.reduce_scatter(pieces.reshape(group.size() * rows, tokens // group.size(), *tail), group)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(gradient, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -94,7 +102,7 @@ class _SumSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return summed(tensor.contiguous(), group)
+        return Summing(tensor.contiguous(), group).result()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

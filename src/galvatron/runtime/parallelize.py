@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 from galvatron.cost import Schedule
 from galvatron.errors import InvalidInput
 from galvatron.models.build import build_meta, without_weights
-from galvatron.models.layer import CutModel, Tie
+from galvatron.models.generic import Loss
+from galvatron.models.layer import Batch, CutModel, Tie
 from galvatron.models.registry import cut as cut_model
 from galvatron.models.rules import Columns, Vocabulary
 from galvatron.models.saved import SavedWeights
@@ -25,6 +26,7 @@ from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.checks import check_model, check_world
 from galvatron.runtime.exchange import Holding, TieExchange, holdings
+from galvatron.runtime.failures import report_failures
 from galvatron.runtime.groups import GroupPool
 from galvatron.runtime.layout import Grid
 from galvatron.runtime.model import ParallelModel
@@ -49,18 +51,22 @@ def parallelize(
     device: torch.device | str | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    example: Batch | None = None,
+    loss: Loss | None = None,
 ) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
     ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a configuration, or
     None for the one the plan was made for. ``weights``: a folder of safetensors to start from, or another source;
     without it, and without weights in ``model``, they are initialised from ``seed``, to the same values under any plan.
-    ``dtype``: compute in this instead of the plan's precision. Raises :class:`galvatron.InvalidInput` before anything
-    is allocated if model, plan and number of processes do not go together.
+    ``dtype``: compute in this instead of the plan's precision. ``example`` and ``loss`` are for models of unknown
+    family (see :func:`galvatron.models.registry.cut`). Raises :class:`galvatron.InvalidInput` before anything is
+    allocated if model, plan and number of processes do not go together.
     """
     _join()
+    report_failures()
     check_world(plan, dist.get_world_size())
-    cut = cut_model(_stock(model, plan))
+    cut = cut_model(_stock(model, plan), example, loss)
     check_model(plan, cut)
     source = _weights(cut, model, weights, seed)
     where = torch.device(device) if device is not None else _own_device()
@@ -93,10 +99,10 @@ def _own_device() -> torch.device:
 
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not any(buffer.is_meta for buffer in model.buffers()):
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
         return empty
-    config = plan.model.config if model is None else model
+    config: Any = plan.model.config if model is None else getattr(model, "config", model)
     if config is None:
         raise InvalidInput(
             f"plan: model {plan.model.name!r} was described by figures alone (model.config is null), so it cannot be "
@@ -121,6 +127,7 @@ class _Builder:
     def __init__(self, plan: Plan, cut: CutModel, settings: Settings) -> None:
         self.plan, self.cut, self.settings = plan, cut, settings
         self.rank = dist.get_rank()
+        self.shapes = shapes_of(cut)  # before any layer is split
         self.schedule = Schedule(plan.schedule)
         self.stages = tuple(
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
@@ -173,7 +180,7 @@ class _Builder:
             reader=reader,
             exchanges=exchanges,
             loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
-            shapes=shapes_of(self.cut),
+            shapes=self.shapes,
             device=self.settings.device,
         )
 
@@ -234,4 +241,6 @@ class _Builder:
         path = use.name.rpartition(".")[0]
         splits = any(isinstance(rule, (Columns, Vocabulary)) and rule.path == path for rule in layer.rules)
         strategy = stage.strategies[use.layer - stage.first]
-        return holdings(stage.ranks, strategy, layer.get_parameter(use.name).shape[0], splits=splits)
+        owner = tie.uses[0]
+        rows = self.shapes[self.cut.layers[owner.layer].stock_name(owner.name)][0]
+        return holdings(stage.ranks, strategy, rows, splits=splits)

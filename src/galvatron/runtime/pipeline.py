@@ -77,6 +77,7 @@ class Pipeline:
                 if done.loss is not None:
                     losses.append(done.loss.detach())
                 self._backward(done)
+                batch.micro_batches[action.micro_batch].release()
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
 
@@ -88,6 +89,7 @@ class Pipeline:
                 _, outputs = self._forward(batch, number, iteration)
                 if self.neighbours.send_forward is None:
                     losses.append(outputs[0] / batch.targets)
+                batch.micro_batches[number].release()
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
 

@@ -1,12 +1,14 @@
-"""Entering and leaving the split part of a layer: the modules that tensor parallelism puts in place of stock ones.
+"""The split part of a layer: the modules that tensor parallelism puts in place of stock ones.
 
 A region is a stock module whose inputs are whole on each rank (or, with sequence parallelism, divided along the
-sequence) and whose weights are split. Knows the operators; which modules are replaced is in ``tensor_parallel``.
+sequence) and whose weights are split. All projections of one input are computed together when the region is entered:
+in backward the sum of the input's gradient (Megatron's f) then travels while the weights' gradients are computed.
+Knows the operators; which modules are replaced is in ``tensor_parallel``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,112 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from galvatron.runtime import operators
+from galvatron.runtime import collectives, operators
 
 __all__ = ["Entrance", "SplitColumns", "SplitRows"]
-
-
-class Entrance:
-    """Hooks of one region."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        arguments: tuple[str, ...],
-        *,
-        sequence: bool,
-        on_enter: Callable[[], None] | None,
-        on_leave: Callable[[], None] | None,
-    ) -> None:
-        self.group = group
-        self.arguments = arguments
-        self.sequence = sequence
-        self._on_enter, self._on_leave = on_enter, on_leave
-
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        if self._on_leave is not None:
-            module.register_forward_hook(self._leave)
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if self._on_enter is not None:
-            self._on_enter()
-        if args:
-            args = (self._entered(args[0]), *args[1:])
-        named = {name: self._entered(value) if name in self.arguments else value for name, value in kwargs.items()}
-        return args, named
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        assert self._on_leave is not None
-        self._on_leave()
-
-    def _entered(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if not self.sequence:
-            return operators.enter(value, self.group)
-        gathered: Tensor = _EnterSequence.apply(value, self.group)
-        gathered.entry = _Entry(value.detach(), self.group)  # type: ignore[attr-defined]
-        return gathered
-
-
-class _Entry:
-    """Where a tensor that was gathered along the sequence came from, so that it need not be kept for backward."""
-
-    def __init__(self, part: Tensor, group: ProcessGroup) -> None:
-        self.part = part
-        self.again = _Again(group)
-
-
-class _Again:
-    """The same tensor gathered once more, for the gradients of all weights that used it. Holds no tensor in between."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._uses = 0
-        self._whole: Tensor | None = None
-
-    def expect(self) -> None:
-        self._uses += 1
-
-    def gathered(self, part: Tensor) -> Tensor:
-        """For the gradient of one weight; the last one lets go of it."""
-        whole = operators.gathered(part, self._group) if self._whole is None else self._whole
-        self._uses -= 1
-        self._whole = whole if self._uses else None
-        return whole
-
-
-class _EnterSequence(torch.autograd.Function):
-    """f with sequence parallelism: all tokens enter; in backward gradients are summed and divided again."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return operators.gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return operators.summed(gradient.contiguous(), ctx.group), None
-
-
-class _RegatheringLinear(torch.autograd.Function):
-    """A linear projection that keeps this rank's part of its input and gathers it again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, part: Tensor, again: _Again) -> Tensor:
-        again.expect()
-        ctx.again, ctx.biased = again, bias is not None
-        ctx.save_for_backward(weight, part)
-        return functional.linear(tensor, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        weight, part = ctx.saved_tensors
-        tensor = ctx.again.gathered(part)
-        flat = gradient.flatten(0, -2)
-        by_bias = flat.sum(0) if ctx.biased else None
-        return gradient @ weight, flat.t() @ tensor.flatten(0, -2), by_bias, None, None
 
 
 class _Split(nn.Module):
@@ -138,14 +37,11 @@ class _Split(nn.Module):
 
 
 class SplitColumns(_Split):
-    """Each rank computes its own output features."""
+    """Each rank computes its own output features, when the region around it is entered."""
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        entry: _Entry | None = getattr(tensor, "entry", None)
-        if entry is None:
-            return functional.linear(tensor, self.matrix, self.bias)
-        output: Tensor = _RegatheringLinear.apply(tensor, self.matrix, self.bias, entry.part, entry.again)
-        return output
+    def forward(self, entered: Tensor) -> Tensor:
+        outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
+        return outputs.pop(self)
 
 
 class SplitRows(_Split):
@@ -158,3 +54,90 @@ class SplitRows(_Split):
         leave = operators.sum_sequence if self.sequence else operators.leave
         total = leave(partial, self.group)
         return total if self.bias is None else total + self.bias
+
+
+class Entrance:
+    """Hooks of one region."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        readers: dict[str, Sequence[SplitColumns]],
+        *,
+        sequence: bool,
+        on_enter: Callable[[], None] | None,
+        on_leave: Callable[[], None] | None,
+    ) -> None:
+        """``readers``: for each argument that enters, the projections that read it; the first is passed by position or
+        by name."""
+        self._group, self._readers, self._sequence = group, readers, sequence
+        self._on_enter, self._on_leave = on_enter, on_leave
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        if self._on_leave is not None:
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._on_enter is not None:
+            self._on_enter()
+        if args:
+            args = (self._entered(args[0], next(iter(self._readers))), *args[1:])
+        named = {
+            name: self._entered(value, name) if name in self._readers and isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+        return args, named
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert self._on_leave is not None
+        self._on_leave()
+
+    def _entered(self, value: Tensor, argument: str) -> Tensor:
+        """Stands for the input inside the region: has its shape, and the projections that were made of it."""
+        readers = self._readers[argument]
+        parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
+        outputs = _Projections.apply(value, self._group, self._sequence, *parameters)
+        shape = list(value.shape)
+        if self._sequence:
+            shape[1] *= self._group.size()
+        # Whatever else would read it gets no numbers, rather than ones without a gradient.
+        stand_in = value.new_full((), torch.nan).expand(shape)
+        stand_in.projected = dict(zip(readers, outputs, strict=True))  # type: ignore[attr-defined]
+        return stand_in
+
+
+class _Projections(torch.autograd.Function):
+    """Linear projections of one input into split features.
+
+    Backward sums the input's gradient over the group beside the weights' gradients. With sequence parallelism only this
+    rank's part of the input is kept; it is gathered again beside the input's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: ProcessGroup, sequence: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.group, ctx.sequence = group, sequence
+        ctx.biased = [bias is not None for bias in biases]
+        ctx.save_for_backward(tensor, *weights)
+        whole = operators.gathered(tensor, group) if sequence else tensor
+        pairs = zip(weights, biases, strict=True)
+        return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, *weights = ctx.saved_tensors
+        again = operators.Gathering(tensor, ctx.group) if ctx.sequence else None
+        by_input = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            by_input += gradient @ weight
+        total = operators.Summing(by_input, ctx.group) if ctx.sequence else collectives.Sum(by_input, ctx.group)
+        del by_input
+        whole = (tensor if again is None else again.result()).flatten(0, -2)
+        by_parameters: list[Tensor | None] = []
+        for gradient, biased in zip(gradients, ctx.biased, strict=True):
+            flat = gradient.flatten(0, -2)
+            by_parameters += [flat.t() @ whole, flat.sum(0) if biased else None]
+        return total.result(), None, None, *by_parameters

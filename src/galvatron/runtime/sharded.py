@@ -10,6 +10,7 @@ All that is used of FSDP2 is in this module.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from galvatron.runtime.units import LocalParameter, Unit
+
+# FSDP2 of torch 2.13 calls collectives by names that torch 2.13 warns about.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)`", FutureWarning
+)
 
 __all__ = ["ShardGroups", "ShardedUnit", "prefetch", "shard", "shard_root"]
 

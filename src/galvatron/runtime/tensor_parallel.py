@@ -76,6 +76,7 @@ class _Splitter:
     def __init__(self, layer: Layer, tensor: TensorGroup, shared: frozenset[str]) -> None:
         self.layer, self.tensor, self.shared = layer, tensor, shared
         self.cuts: dict[nn.Parameter, Cut] = {}
+        self._columns: dict[str, SplitColumns] = {}
         self._words = range(0)
 
     def columns(self, rule: Columns) -> None:
@@ -85,7 +86,8 @@ class _Splitter:
         bias = self._cut(f"{rule.path}.bias", 0, rule.parts)
         assert weight is not None
         self._words = part_of(_outputs(module), self.tensor.index, self.tensor.degree)
-        self._replace(rule.path, SplitColumns(weight, bias, self.tensor.group, transposed=transposed))
+        self._columns[rule.path] = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
+        self._replace(rule.path, self._columns[rule.path])
 
     def rows(self, rule: Rows) -> None:
         module = self.layer.get_submodule(rule.path)
@@ -127,9 +129,20 @@ class _Splitter:
 
     def region(self, rule: Region) -> None:
         tensor = self.tensor
+        inside = [
+            column
+            for column in self.layer.rules
+            if isinstance(column, Columns) and f"{column.path}.".startswith(f"{rule.path}.")
+        ]
+        readers = {
+            argument: [
+                self._columns[column.path] for column in inside if (column.reads or rule.arguments[0]) == argument
+            ]
+            for argument in rule.arguments
+        }
         entrance = Entrance(
             tensor.group,
-            rule.arguments,
+            {argument: columns for argument, columns in readers.items() if columns},
             sequence=tensor.sequence,
             on_enter=tensor.on_enter,
             on_leave=tensor.on_leave,

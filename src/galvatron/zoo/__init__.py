@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 from galvatron.errors import InvalidInput
 from galvatron.spec.model import ModelSpec, Training
@@ -24,12 +25,17 @@ def model_names() -> tuple[str, ...]:
     return preset_names()
 
 
-def load_model(source: str | Path, training: Training) -> ModelSpec:
+def load_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
     """The model that ``source`` names, trained that way.
 
-    A preset's name, a ``.toml`` file (layers with their figures), or a ``.json`` file or folder with a Hugging Face
-    configuration. A name that is also a folder means the preset; write ``./name`` for the folder.
+    A preset's name, a ``.toml`` file (layers with their figures), a ``.json`` file or folder with a Hugging Face
+    configuration, or the content of such a file. A name that is also a folder means the preset; write ``./name`` for
+    the folder.
     """
+    if isinstance(source, dict):
+        from galvatron.zoo.huggingface import model_of_config
+
+        return model_of_config(source, Path("config"), str(source.get("model_type", "model")), training)
     preset = find_preset(source) if isinstance(source, str) else None
     if preset is not None:
         return preset.spec(str(source), training)

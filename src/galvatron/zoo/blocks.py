@@ -217,16 +217,16 @@ def language_head(
 ) -> LayerSpec:
     """The layer that ends a language model: ``ops``, then logits and cross-entropy in fp32.
 
-    Saved are the log-probabilities. Backward makes their gradient and the logits' (fp32 both), and the logits
-    themselves stay alive as the model's output: three tensors of tokens × vocabulary on top. In the paper's runs the
-    logits count as saved (its Table 1) and the working set is a fitted multiple.
+    Saved are the log-probabilities. Backward makes their gradient and the logits', fp32 both: two tensors of tokens ×
+    vocabulary on top. In the paper's runs the logits count as saved (its Table 1) and the working set is a fitted
+    multiple.
     """
     element = training.precision.bytes
     cells = tokens * vocabulary
     paper = training.attention is Attention.PAPER
     logits = linear(tokens, hidden, vocabulary, Split.COLUMNS, element=element, bias=bias)
     logits = replace(logits, tied_parameters=vocabulary * hidden if tied else 0)
-    loss = Op(split=cells * FP32 + (cells * element if paper else 0), gradient=2 * cells * FP32, held=cells * element)
+    loss = Op(split=cells * FP32 + (cells * element if paper else 0), gradient=2 * cells * FP32)
     head = layer(
         "head",
         (*ops, logits, loss),

@@ -88,7 +88,9 @@ class _Block(Layer):
             rules.append(Attribute("block.layer.1.EncDecAttention.n_heads"))
         for path in attentions:
             rules.append(Region(path, ("hidden_states", "key_value_states")))
-            rules += [Columns(f"{path}.q"), Columns(f"{path}.k"), Columns(f"{path}.v"), Rows(f"{path}.o")]
+            reads = "key_value_states" if path.endswith("EncDecAttention") else None
+            rules += [Columns(f"{path}.q"), Columns(f"{path}.k", reads=reads), Columns(f"{path}.v", reads=reads)]
+            rules.append(Rows(f"{path}.o"))
         feed = f"block.layer.{len(attentions)}.DenseReluDense"
         projections = [name for name, _ in block.layer[-1].DenseReluDense.named_children() if name.startswith("wi")]
         rules += [Region(feed), *(Columns(f"{feed}.{name}") for name in projections), Rows(f"{feed}.wo")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from galvatron.spec.model import Attention, ModelSpec, Training
+from galvatron.spec.model import ModelSpec, Training
 from galvatron.zoo.blocks import (
     AttentionShape,
     FeedForwardShape,
@@ -134,8 +134,6 @@ class T5:
                 message, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
-        # In Megatron, which the paper ran, the gradient of the encoder's output is summed in every decoder as well.
-        memory = 1 if training.attention is Attention.PAPER else 0
         decoder = layer(
             "decoder",
             (
@@ -144,8 +142,9 @@ class T5:
                 *residual((norm, *feed, *drop), message),
             ),
             boundary=2 * message,
+            # One more in backward: the gradient of the encoder's output is summed in every decoder.
             tensor_parallel=collectives(
-                message, forward=3, backward=3 + memory, divides=(self.heads,), sequence_divides=(tokens,)
+                message, forward=3, backward=4, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
         head = language_head(

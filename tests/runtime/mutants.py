@@ -1,0 +1,331 @@
+"""Deliberate breaks of the runtime, each a patch of a part of it inside a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from galvatron.models.families import bert
+from galvatron.runtime import assembly, batches, borrowing, layout, model, norm, operators, regions, units
+from galvatron.runtime.exchange import TieExchange
+from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.randomness import LayerRandomness
+from galvatron.runtime.replicated import ReplicatedUnit
+from galvatron.runtime.sharded import ShardedUnit
+from galvatron.runtime.transfer import Side
+from galvatron.runtime.vocabulary import SplitCrossEntropy, SplitEmbedding
+
+__all__ = ["MUTANTS", "under"]
+
+_Patches = Iterator[Any]
+MUTANTS: dict[str, Callable[[], _Patches]] = {}
+
+
+def _mutant(make: Callable[[], _Patches]) -> Callable[[], _Patches]:
+    MUTANTS[make.__name__.strip("_").replace("_", " ")] = make
+    return make
+
+
+@contextmanager
+def _applied(name: str) -> Iterator[None]:
+    patches = list(MUTANTS[name]())
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def under(mutant: str | None, function: Callable[..., Any], *args: Any) -> Any:
+    """On a rank: call a function while the runtime is broken this way."""
+    if mutant is None:
+        return function(*args)
+    with _applied(mutant):
+        return function(*args)
+
+
+def _wrapped(owner: Any, name: str, after: Callable[..., Any]) -> Any:
+    """Call ``after(result, self, …)`` with what the method gave, and give that."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return after(original(self, *args, **kwargs), self, *args, **kwargs)
+
+    return patch.object(owner, name, method)
+
+
+# Data parallelism
+
+
+@_mutant
+def _dp_averages_instead_of_summing() -> _Patches:
+    def halve(_: None, unit: ReplicatedUnit) -> None:
+        if unit._group is not None and unit._flat is not None:
+            unit._flat /= unit._group.size()
+
+    yield _wrapped(ReplicatedUnit, "finish", halve)
+
+
+@_mutant
+def _dp_never_sums() -> _Patches:
+    yield patch.object(ReplicatedUnit, "_start_sum", lambda self: None)
+
+
+@_mutant
+def _dp_sums_the_last_micro_batch_only() -> _Patches:
+    def forget(_: None, unit: ReplicatedUnit, *, last: bool) -> None:
+        if last and unit._flat is not None:
+            unit._flat.zero_()
+
+    yield _wrapped(ReplicatedUnit, "expect_backward", forget)
+
+
+@_mutant
+def _sdp_averages_instead_of_summing() -> _Patches:
+    def average(_: None, unit: ShardedUnit, *args: Any, **kwargs: Any) -> None:
+        unit.fsdp.set_gradient_divide_factor(float(unit.groups.shard.size()))
+
+    yield _wrapped(ShardedUnit, "__init__", average)
+
+
+@_mutant
+def _sdp_loses_all_but_the_last_micro_batch() -> _Patches:
+    def forget(_: None, unit: ShardedUnit, *, last: bool) -> None:
+        for parameter in unit._sharded:
+            parameter.grad = None
+
+    yield _wrapped(ShardedUnit, "expect_backward", forget)
+
+
+@_mutant
+def _hybrid_sharding_never_sums_over_dp() -> _Patches:
+    def never(_: None, unit: ShardedUnit, *, last: bool) -> None:
+        unit.fsdp.set_requires_all_reduce(unit.groups.replicate is None)
+
+    yield _wrapped(ShardedUnit, "expect_backward", never)
+
+
+@_mutant
+def _sharded_weights_stay_gathered_after_an_evaluation() -> _Patches:
+    yield patch.object(ShardedUnit, "end_evaluation", lambda self: None)
+
+
+@_mutant
+def _gradients_of_earlier_calls_are_summed_again() -> _Patches:
+    yield patch.object(ParallelModel, "_set_aside", lambda self: [])
+
+
+# Tensor parallelism
+
+
+class _NotSummed:
+    """Stands for a sum over ranks, and is none."""
+
+    def __init__(self, tensor: Tensor, group: Any) -> None:
+        self._tensor = tensor
+
+    def result(self) -> Tensor:
+        return self._tensor
+
+
+@_mutant
+def _f_sums_no_gradients() -> _Patches:
+    yield patch.object(regions, "collectives", SimpleNamespace(Sum=_NotSummed))
+
+
+@_mutant
+def _g_sums_no_outputs() -> _Patches:
+    yield patch.object(operators._Leave, "forward", staticmethod(lambda ctx, tensor, group: tensor.clone()))
+
+
+@_mutant
+def _the_bias_is_added_before_the_sum() -> _Patches:
+    def forward(self: regions.SplitRows, tensor: Tensor) -> Tensor:
+        leave = operators.sum_sequence if self.sequence else operators.leave
+        return leave(functional.linear(tensor, self.matrix, self.bias), self.group)
+
+    yield patch.object(regions.SplitRows, "forward", forward)
+
+
+@_mutant
+def _sequence_parallel_norms_keep_partial_gradients() -> _Patches:
+    yield patch.object(units.Unit, "sum_partial", lambda self: None)
+
+
+@_mutant
+def _gathered_sequences_sum_their_gradients() -> _Patches:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return operators.Summing(gradient.contiguous(), ctx.group).result(), None
+
+    yield patch.object(operators._GatherSequence, "backward", staticmethod(backward))
+
+
+@_mutant
+def _words_are_numbered_from_the_wrong_rank() -> _Patches:
+    def shifted(_: None, embedding: SplitEmbedding, *args: Any) -> None:
+        embedding.words = range(embedding.words.start + 1, embedding.words.stop + 1)
+
+    yield _wrapped(SplitEmbedding, "__init__", shifted)
+
+
+@_mutant
+def _targets_are_numbered_from_the_wrong_rank() -> _Patches:
+    def shifted(_: None, loss: SplitCrossEntropy, *args: Any) -> None:
+        loss.words = range(loss.words.start + 1, loss.words.stop + 1)
+
+    yield _wrapped(SplitCrossEntropy, "__init__", shifted)
+
+
+# Slice-Gather and stages
+
+
+@_mutant
+def _slices_have_the_rows_of_a_neighbour() -> _Patches:
+    step = layout._Step.__call__
+
+    def neighbours(self: layout._Step, rows: Tensor) -> Tensor:
+        sliced = self.target - self.source
+        moved = self.index ^ min(sliced).stride if sliced else self.index
+        return step(replace(self, index=moved), rows)
+
+    yield patch.object(layout._Step, "__call__", neighbours)
+
+
+@_mutant
+def _slice_gather_sums_gradients_of_copies() -> _Patches:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        copies = len(ctx.change.forward.source - ctx.change.forward.target)
+        return ctx.change.backward(gradient.contiguous()) * 2**copies, None
+
+    yield patch.object(layout._SliceGather, "backward", staticmethod(backward))
+
+
+@_mutant
+def _gathered_rows_are_in_the_order_of_ranks() -> _Patches:
+    """Without the permutation back to the order of the batch."""
+    step = layout._Step.__call__
+
+    def unordered(self: layout._Step, rows: Tensor) -> Tensor:
+        with patch.object(Tensor, "permute", lambda grid, *dims: grid.contiguous()):
+            return step(self, rows)
+
+    yield patch.object(layout._Step, "__call__", unordered)
+
+
+@_mutant
+def _inputs_are_those_of_a_neighbours_rows() -> _Patches:
+    def moved(_: None, reader: batches.Reader, *args: Any, **kwargs: Any) -> None:
+        reader._index ^= 1
+
+    yield _wrapped(batches.Reader, "__init__", moved)
+
+
+@_mutant
+def _stages_receive_rows_in_another_order() -> _Patches:
+    yield _wrapped(Side, "rows", lambda rows, side, index: rows if side.ranks[0] == 0 else rows[::-1])
+
+
+# Loss and norm
+
+
+@_mutant
+def _ignored_targets_are_counted() -> _Patches:
+    yield patch.object(bert, "count_targets", lambda labels: labels.numel())
+
+
+@_mutant
+def _the_norm_counts_every_copy() -> _Patches:
+    def counted(parameters: Any, device: torch.device) -> Tensor:
+        return norm.gradient_norm([replace(local, replicas=1) for local in parameters], device)
+
+    yield patch.object(model, "gradient_norm", counted)
+
+
+@_mutant
+def _the_norm_is_that_of_the_ranks_own_part() -> _Patches:
+    def own(parameters: Any, device: torch.device) -> Tensor:
+        with patch.object(dist, "get_world_size", lambda: 1):
+            return norm.gradient_norm(parameters, device)
+
+    yield patch.object(model, "gradient_norm", own)
+
+
+@_mutant
+def _the_norm_counts_tied_weights_twice() -> _Patches:
+    def twice(parameters: Any, device: torch.device) -> Tensor:
+        return norm.gradient_norm([replace(local, counted=True) for local in parameters], device)
+
+    yield patch.object(model, "gradient_norm", twice)
+
+
+# Tied weights
+
+
+@_mutant
+def _copies_of_tied_weights_are_not_summed() -> _Patches:
+    yield patch.object(TieExchange, "__call__", lambda self, gradient: None)
+
+
+@_mutant
+def _borrowed_weights_give_no_gradient() -> _Patches:
+    resplit = borrowing.resplit
+    yield patch.object(assembly, "resplit", lambda *args: resplit(*args).detach())
+
+
+# Precision
+
+
+@_mutant
+def _masters_are_kept_in_bf16() -> _Patches:
+    def rounded(_: None, unit: Any) -> None:
+        for local in unit.locals:
+            local.master.data.copy_(local.master.data.bfloat16())
+
+    yield _wrapped(ReplicatedUnit, "begin", rounded)
+    yield _wrapped(ShardedUnit, "begin", rounded)
+
+
+# Random numbers
+
+
+@_mutant
+def _attention_drops_alike_on_all_tensor_parallel_ranks() -> _Patches:
+    yield patch.object(LayerRandomness, "inside", lambda self: self._seed(0))
+
+
+@_mutant
+def _ranks_drop_differently_outside_the_split_parts() -> _Patches:
+    yield patch.object(LayerRandomness, "outside", lambda self: self._seed(self.tensor + 1))
+
+
+@_mutant
+def _all_rows_drop_alike() -> _Patches:
+    begin = LayerRandomness.begin
+
+    def first_rows(self: LayerRandomness, step: Any) -> None:
+        self.rows = 0
+        begin(self, step)
+
+    yield patch.object(LayerRandomness, "begin", first_rows)
+
+
+@_mutant
+def _recomputing_draws_anew() -> _Patches:
+    begin = LayerRandomness.begin
+
+    def counted(self: LayerRandomness, step: Any) -> None:
+        self.seed += 1
+        begin(self, step)
+
+    yield patch.object(LayerRandomness, "begin", counted)

@@ -1,0 +1,70 @@
+"""What people see when a job cannot start, or when one of its ranks fails: under torchrun, with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from oracle import Case
+from parity import plan_for
+from small_models import CONFIGS
+
+_SCRIPT = """
+import sys, torch, galvatron
+torch.set_num_threads(1)
+plan = galvatron.Plan.load(sys.argv[1])
+model = galvatron.parallelize(None, plan, device="cpu")
+if model.rank == 1:
+    raise ValueError("the disk of rank 1 is full")
+generator = torch.Generator().manual_seed(0)
+batch = {name: torch.randint(5, (plan.batch, 8), generator=generator) for name in ("input_ids", "labels")}
+while True:
+    model.forward_backward(batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = Case(config=CONFIGS["bert"], stages=[["dp2"] * 6], batch=4)
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan_for(case).save(path)
+    return path
+
+
+def _run(processes: int, script: Path, plan: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+    script.write_text(_SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*command, str(script), str(plan)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    return done, time.monotonic() - begin
+
+
+def test_wrong_number_of_processes_is_said_once_without_a_traceback(tmp_path: Path, plan_file: Path) -> None:
+    done, _ = _run(1, tmp_path / "train.py", plan_file)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "world size: 1 processes are running, but the plan is for 2 devices" in errors[0]
+    assert "train.py" not in done.stderr.split("error: ")[0]
+
+
+def test_the_rank_that_failed_is_shown_first_and_all_stop(tmp_path: Path, plan_file: Path) -> None:
+    """Rank 0 trains on and hangs in a collective; rank 1's error is what stands at the top."""
+    done, seconds = _run(2, tmp_path / "train.py", plan_file)
+    assert done.returncode != 0
+    assert seconds < 120
+    first = next(line for line in done.stderr.splitlines() if "rank" in line and "W1" not in line[:2])
+    assert first.startswith("rank 1 failed:")
+    assert "ValueError: the disk of rank 1 is full" in done.stderr
+    position = done.stderr.index("the disk of rank 1 is full")
+    assert "Connection" not in done.stderr[:position]

@@ -1,0 +1,103 @@
+"""A model of no known family runs under any plan without tensor parallelism, and equals one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import cluster_of
+from ranks import ranks
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM
+
+import galvatron
+from galvatron.cost import Schedule
+from galvatron.models.build import build_meta
+from galvatron.models.registry import cut
+from galvatron.plans.by_hand import priced
+from galvatron.plans.planner import Request
+
+_RATE, _EPSILON, _STEPS = 1e-3, 1e-6, 2
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=67,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        sliding_window=None,
+    )
+    model: nn.Module = MistralForCausalLM._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    return model
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(67, (8, 10), generator=generator) for _ in range(_STEPS)]
+    return [{"input_ids": own, "labels": own} for own in ids]
+
+
+def _one_process() -> tuple[list[float], dict[str, Tensor]]:
+    model = _model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, eps=_EPSILON)
+    losses = []
+    for batch in _batches():
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: own.detach() for name, own in model.named_parameters()}
+
+
+def _under(plan: galvatron.Plan) -> tuple[list[float], dict[str, Tensor]]:
+    model = galvatron.parallelize(_model(), plan, dtype=torch.float64, device="cpu")
+    optimizer = model.optimizer(torch.optim.AdamW, lr=_RATE, eps=_EPSILON)
+    losses = []
+    for batch in _batches():
+        losses.append(float(model.forward_backward(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.whole_parameters())
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"),
+    [
+        ([["sdp4", "dp4", "sdp4+rc", "dp4+zero2", "dp2-sdp2", "sdp4"]], 2),
+        ([["dp2", "sdp2", "dp2+rc"], ["sdp2+rc", "dp2+zero2", "dp2"]], 2),
+        ([["single"], ["single", "single"], ["single"], ["single", "single"]], 4),
+    ],
+)
+def test_equals_one_process(stages: list[list[str]], micro_batches: int) -> None:
+    spec = galvatron.describe(_model(), _batches()[0])
+    assert [layer.name for layer in spec.layers] == ["embedding", *["block"] * 4, "head"]
+    request: Any = Request(model=spec, cluster=cluster_of(4), batch=8, schedule=Schedule.ONE_F_ONE_B)
+    plan = priced(request, stages, micro_batches=micro_batches)
+    expected_losses, expected = _one_process()
+    for losses, parameters in ranks(4).run(_under, plan):
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(parameters[name], tensor, rtol=1e-7, atol=1e-9)
+
+
+def test_plan_file_builds_the_model_again(tmp_path: Path) -> None:
+    """What ``describe`` measured is enough to plan and, from the plan file alone, to build the model."""
+    spec = galvatron.describe(_model(), _batches()[0])
+    made = galvatron.plan(spec, cluster_of(4), batch=8)
+    made.save(tmp_path / "plan.json")
+    plan = galvatron.Plan.load(tmp_path / "plan.json")
+    assert plan.model.config is not None
+    assert plan.model.config["architectures"] == ["MistralForCausalLM"]
+    assert plan.to_json() == made.to_json()
+    rebuilt = cut(build_meta(plan.model.config, plan.model.training))
+    names = {name for name, _ in _model().named_parameters()}
+    assert {name for layer in rebuilt.layers for _, name, _ in layer.stock_parameters()} == names
