@@ -1,10 +1,11 @@
 # Two commands do everything on a machine with Python 3.11+, pip and make:
-#   make demo    set up, then plan the paper's main case and explain the plan (no torch needed)
-#   make test    set up with torch and transformers as oracles, then lint, types and tests
+#   make demo    set up, plan the paper's main case and explain it, then plan for 4 CPU processes and train there
+#   make test    set up, then lint, types and tests
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PLANNER := .venv/.planner
+RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
 .PHONY: demo test lint bench pictures clean
@@ -14,14 +15,21 @@ $(PLANNER): pyproject.toml constraints.txt
 	$(INSTALL) --editable .
 	touch $@
 
+$(RUNTIME): $(PLANNER)
+	$(INSTALL) --editable ".[torch]"
+	touch $@
+
 $(DEV): $(PLANNER)
 	$(INSTALL) --editable ".[dev]"
 	touch $@
 
-demo: $(PLANNER)
+demo: $(RUNTIME)
 	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json
 	$(BIN)/galvatron explain plan.json
 	$(BIN)/galvatron compare bert-huge-32 --cluster titan-rtx-8 --memory 8GiB,12GiB,16GiB,20GiB --paper
+	$(BIN)/galvatron plan bert-tiny --cluster cpu-4 --batch 16 --sequence-length 64 --output plan-cpu.json
+	$(BIN)/galvatron rehearse plan-cpu.json
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_bert.py plan-cpu.json
 
 test: lint
 	$(BIN)/python -m pytest

@@ -14,7 +14,6 @@ _PLANS = {
     "bert": [["tp2-dp2", "sdp4", "dp2-tp2+rc", "dp4+zero2"]],
     "gpt2": [["tp2", "sdp2"], ["tp2+sp+rc", "dp2"]],
     "llama": [["dp4+zero2", "tp4+sp", "tp4", "dp2-sdp2"]],
-    "swin": [["tp2-dp2", "sdp4", "dp2-tp2+rc", "dp4+zero2", "tp4", "dp4", "sdp4"]],
     "t5": [["tp2", "sdp2", "dp2", "tp2"], ["dp2", "sdp2+rc", "tp2"]],
     "vit": [["single"], ["single"], ["single"], ["single"]],
 }

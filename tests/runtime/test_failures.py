@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from oracle import Case
 from parity import plan_for
-from small_models import CONFIGS
+from small_models import config
 
 _SCRIPT = """
 import sys, torch, galvatron
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    case = Case(config=CONFIGS["bert"], stages=[["dp2"] * 6], batch=4)
+    case = Case(config=config("bert"), stages=[["dp2"] * 4], batch=4)
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     plan_for(case).save(path)
     return path
@@ -37,7 +37,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(processes: int, script: Path, plan: Path) -> tuple[subprocess.CompletedProcess[str], float]:
     script.write_text(_SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     begin = time.monotonic()
     done = subprocess.run(
         [*command, str(script), str(plan)],

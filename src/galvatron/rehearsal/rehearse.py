@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +30,8 @@ def rehearse_rank(plan: Plan, rank: int, *, device: torch.device, steps: int) ->
 
 
 def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
-    """Run this process's share of the plan: once to warm up, once for memory, ``steps`` times for time.
+    """Run this process's share of the plan: once to warm up, once for memory, ``steps`` times for time (which is not a
+    number if there are none).
 
     The process group may be a real one. Memory is counted from before the model is built; the batch is older.
     """
@@ -60,8 +62,8 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
         forward_backward_bytes=meter.phases["forward_backward"].peak,
         optimizer_bytes=meter.phases["optimizer"].peak,
         reserved_bytes=meter.reserved if isinstance(meter, CudaMeter) else None,
-        compute_s=statistics.median(compute for compute, _ in times),
-        optimizer_s=statistics.median(step for _, step in times),
+        compute_s=statistics.median(compute for compute, _ in times) if times else math.nan,
+        optimizer_s=statistics.median(step for _, step in times) if times else math.nan,
     )
 
 

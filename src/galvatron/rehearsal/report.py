@@ -29,9 +29,8 @@ def rehearsal_view(plan: Plan, rehearsals: Sequence[Rehearsal]) -> RenderableTyp
 
 
 def _memory(rehearsals: Sequence[Rehearsal]) -> Table:
-    table = _table(
-        "rank", "stage", "predicted peak", "states + activations + transient", "measured", "states", "off by"
-    )
+    parts = "states + activations + transient"
+    table = _table("rank", "stage", "predicted peak", parts, "measured peak", "states", "predicted is")
     for each in rehearsals:
         use, found = each.planned.memory, each.measured
         table.add_row(

@@ -1,0 +1,64 @@
+"""Memory holds: what a rank really allocates is what the planner predicted, within 5%, over families and strategies.
+
+And a rehearsal allocates what a real run does, in which all ranks take part.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from memory_table import CASES
+from ranks import ranks
+
+from galvatron.plans.plan import Plan
+from galvatron.rehearsal.rehearse import measure_rank, rehearse_rank
+from galvatron.rehearsal.results import Measured, Rehearsal
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CPU = torch.device("cpu")
+
+
+@cache
+def _plan(name: str) -> Plan:
+    return CASES[name].plan()
+
+
+@cache
+def _rehearsed(name: str, rank: int) -> Measured:
+    return rehearse_rank(_plan(name), rank, device=CPU, steps=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_as_predicted(name: str) -> None:
+    plan = _plan(name)
+    for stage in plan.stages:
+        rank = stage.devices[0]
+        found = Rehearsal.of(plan, rank, "cpu", _rehearsed(name, rank))
+        assert found.memory_ratio == pytest.approx(1, abs=0.05), (
+            f"rank {rank}: predicted {found.predicted_bytes:,} = {stage.memory}, measured {found.measured}"
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "vit pp2 1f1b", "gpt2 pp2 gpipe"])
+def test_a_rehearsal_takes_what_a_real_run_takes(name: str) -> None:
+    """Four processes joined by gloo, against each stage's first rank and the last rank of all, alone."""
+    plan = _plan(name)
+    real: list[Measured] = ranks(plan.cluster.devices).run(_real, plan)
+    for rank in {*(stage.devices[0] for stage in plan.stages), plan.cluster.devices - 1}:
+        alone = _rehearsed(name, rank)
+        assert alone.peak_bytes == pytest.approx(real[rank].peak_bytes, rel=0.02), rank
+        assert alone.state_bytes == pytest.approx(real[rank].state_bytes, rel=0.02), rank
+
+
+def _real(plan: Plan) -> Measured:
+    return measure_rank(plan, device=CPU, steps=0)
+
+
+def test_a_plan_for_more_devices_than_anyone_has() -> None:
+    """A rank in the middle of 64, of which none exist: its shard is a sixteenth, its tensors a quarter."""
+    name, rank = "llama sdp16-tp4", 37
+    states = _plan(name).stages[0].memory.states
+    assert _rehearsed(name, rank).state_bytes == pytest.approx(states, rel=0.07)  # shards are padded to whole rows

@@ -1,0 +1,160 @@
+"""What does not go together is refused, before anything is allocated, with the place and the way out in the message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import Case, batches, first_weights
+from parity import plan_for
+from ranks import ranks
+from small_models import config
+from torch import Tensor
+
+import galvatron
+from galvatron.errors import GalvatronError, InvalidInput, PlanMismatch
+
+_CASE = Case(config=config("bert"), stages=[["dp2", "tp2", "sdp2", "dp2"]], batch=4, micro_batches=2, steps=1)
+
+
+def _parallelize(plan: galvatron.Plan, model: Mapping[str, Any] | None, folder: Path | None) -> tuple[str, str]:
+    """On a rank: the error's class and message."""
+    try:
+        galvatron.parallelize(model, plan, weights=folder, device="cpu")
+    except GalvatronError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _refused(
+    plan: galvatron.Plan, model: Mapping[str, Any] | None = None, folder: Path | None = None, world: int = 2
+) -> tuple[str, str]:
+    """The error of all ranks, the same on each."""
+    found = ranks(world).run(_parallelize, plan, model, folder)
+    assert all(one == found[0] for one in found)
+    kind, message = found[0]
+    assert kind, "nothing was refused"
+    return kind, message
+
+
+def test_the_plan_itself_is_taken() -> None:
+    """Else the refusals below would prove nothing."""
+    assert ranks(2).run(_parallelize, plan_for(_CASE), None, None) == [("", "")] * 2
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_world_size(world: int) -> None:
+    kind, message = _refused(plan_for(_CASE), world=world)
+    assert kind == PlanMismatch.__name__
+    assert f"world size: {world} processes are running, but the plan is for 2 devices" in message
+    assert "start 2 processes" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (config("bert", num_hidden_layers=3), "layer 3 is 'encoder', the plan says 'head'"),
+        (config("gpt2"), "layer 1 is 'decoder', the plan says 'encoder'"),
+        (config("bert", num_hidden_layers=1), "it has 3 layers"),
+        (config("bert", intermediate_size=128), "'encoder' has 12,704 parameters"),
+        (config("bert", vocab_size=68), "'embedding' has 2,816 parameters"),
+    ],
+)
+def test_a_plan_of_another_model(model: dict[str, Any], expected: str) -> None:
+    kind, message = _refused(plan_for(_CASE), model)
+    assert kind == PlanMismatch.__name__
+    assert message.startswith("model: ")
+    assert expected in message
+    assert "plan again" in message
+
+
+def test_heads_that_do_not_divide() -> None:
+    """In a plan that somebody edited: the planner makes none."""
+    case = replace(_CASE, config=config("bert", num_attention_heads=1), stages=[["dp2"] * 4])
+    plan = plan_for(case)
+    (stage,) = plan.stages
+    layers = tuple(replace(layer, strategy="tp2") for layer in stage.layers)
+    kind, message = _refused(replace(plan, stages=(replace(stage, layers=layers),)))
+    assert kind == InvalidInput.__name__
+    assert "layers[1].strategy (encoder): 'tp2' splits it 2 ways, which must divide 1" in message
+    with pytest.raises(InvalidInput, match=r"layer 1 \(encoder\): strategy 'tp2' cannot run it"):
+        plan_for(replace(case, stages=[["dp2", "tp2", "dp2", "dp2"]]))
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    plan = plan_for(_CASE)
+    kind, message = _refused(plan, folder=tmp_path / "nowhere")
+    assert (kind, "no such folder" in message) == (InvalidInput.__name__, True)
+    kind, message = _refused(plan, folder=tmp_path)
+    assert kind == InvalidInput.__name__
+    assert "has neither model.safetensors nor" in message
+    fewer = first_weights(replace(_CASE, config=config("bert", num_hidden_layers=1)))
+    kind, message = _refused(plan, folder=fewer)
+    assert kind == InvalidInput.__name__
+    assert "bert.encoder.layer.1" in message
+    wider = first_weights(replace(_CASE, config=config("bert", intermediate_size=128)))
+    kind, message = _refused(plan, folder=wider)
+    assert kind == InvalidInput.__name__
+    assert "has shape [128, 32]; expected [64, 32]" in message
+
+
+def test_a_model_of_figures_alone() -> None:
+    plan = plan_for(_CASE)
+    kind, message = _refused(replace(plan, model=replace(plan.model, config=None)))
+    assert kind == InvalidInput.__name__
+    assert "model.config is null" in message
+
+
+def test_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InvalidInput, match="no process group: start the program with torchrun"):
+        galvatron.parallelize(None, plan_for(_CASE), device="cpu")
+
+
+def _feed(plan: galvatron.Plan, given: list[dict[str, Any]]) -> list[str]:
+    """On a rank: what training and evaluation say to each of these batches; the model goes on after each."""
+    model = galvatron.parallelize(None, plan, device="cpu")
+    said = []
+    for batch in given:
+        for call in (model.forward_backward, model.evaluate):
+            try:
+                call(batch)
+            except InvalidInput as error:
+                said.append(str(error))
+            else:
+                said.append("")
+    return said
+
+
+def test_batches_that_do_not_fit() -> None:
+    (batch,) = batches(_CASE)
+    short = {name: rows[:3] for name, rows in batch.items()}
+    uneven = {**batch, "labels": batch["labels"][:2]}
+    unlabelled = {name: rows for name, rows in batch.items() if name != "labels"}
+    number: dict[str, Tensor | int] = {**batch, "length": 8}
+    given = [short, uneven, unlabelled, number, batch]
+    for said in ranks(2).run(_feed, plan_for(_CASE), given):
+        expected = [
+            "batch: 'input_ids' has 3 rows; the plan trains batches of 4 samples (2 micro-batches of 2)",
+            "batch: 'labels' has 2 rows; the plan trains batches of 4 samples",
+            "batch: labels missing; it has input_ids",
+            "batch: 'length' has 8",
+            "",
+        ]
+        for place, text in enumerate(expected):
+            for message in said[2 * place : 2 * place + 2]:
+                assert message.startswith(text)
+                assert bool(message) == bool(text)
+
+
+def test_batches_without_inputs() -> None:
+    """Which the embedding needs, whatever stage a rank is in: nobody may wait for the others."""
+    case = replace(_CASE, stages=[["single", "single"], ["single", "single"]])
+    (batch,) = batches(case)
+    labels = {"labels": batch["labels"]}
+    for said in ranks(2).run(_feed, plan_for(case), [labels, batch]):
+        assert all("input_ids" in message for message in said[:2])
+        assert said[2:] == ["", ""]
