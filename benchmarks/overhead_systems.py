@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -181,7 +181,10 @@ def _dtensor(size: Size) -> Step:
     }
     parallelize_module(model, mesh, ends)
     batch = {name: tensor.to(_device()) for name, tensor in _batch(size, size.batch).items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, foreach=False)
+    # A fused step takes distributed and plain parameters in groups of their own.
+    split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    whole_ones = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    optimizer = _adam([{"params": split}, {"params": whole_ones}])
 
     def step() -> None:
         logits = model(input_ids=batch["input_ids"]).logits

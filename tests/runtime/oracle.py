@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from galvatron.models.build import build_meta
+from galvatron.models.layer import IGNORED
 from galvatron.models.registry import cut
 from galvatron.spec import Attention, Strategy, Training
 
@@ -51,6 +52,7 @@ class Case:
     steps: int = 3
     clip: float | None = None
     padding: bool = False
+    """Samples of different lengths, with all optional inputs of the family; of token models."""
     learning_rate: float = 1e-3
     training: Training = field(default_factory=lambda: Training(dropout=False))
     seed: int = 0
@@ -93,15 +95,31 @@ def batches(case: Case, steps: int | None = None) -> list[dict[str, Tensor]]:
     made = []
     for _ in range(steps or case.steps):
         batch = model.example(case.batch, case.length, generator)
-        if case.padding and "input_ids" in batch:
-            length = batch["input_ids"].shape[1]
-            kept = torch.randint(length // 2, length + 1, (case.batch, 1), generator=generator)
-            batch["attention_mask"] = (torch.arange(length)[None] < kept).long()
+        if case.padding:
+            _pad(case.config["model_type"], batch, generator)
         for name, tensor in batch.items():
             if tensor.is_floating_point():
                 batch[name] = tensor.to(case.dtype if case.dtype == torch.float64 else torch.float32)
         made.append(batch)
     return made
+
+
+def _pad(family: str, batch: dict[str, Tensor], generator: torch.Generator) -> None:
+    """Samples of different lengths, and what else a batch of the family may have; targets end where samples do."""
+    rows, length = batch["input_ids"].shape
+
+    def padding() -> Tensor:
+        kept = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)
+        return (torch.arange(length)[None] < kept).long()
+
+    batch["attention_mask"] = mask = padding()
+    if family == "t5":
+        batch["decoder_attention_mask"] = mask = padding()
+    elif family == "bert":
+        batch["token_type_ids"] = torch.randint(2, (rows, length), generator=generator)
+    if family in ("bert", "gpt2", "llama"):
+        batch["position_ids"] = torch.arange(length) + torch.randint(length, (rows, 1), generator=generator)
+    batch["labels"] = torch.where(mask.bool(), batch["labels"], IGNORED)
 
 
 def stock_model(case: Case) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from oracle import Case
 from parity import check
@@ -12,36 +14,27 @@ _KINDS = ["tp2-dp2", "sdp4", "dp2-tp2+rc", "dp4+zero2", "tp4", "dp2-sdp2", "sdp2
 _PAIRS = ["tp2", "sdp2+rc", "dp2", "tp2+rc", "dp2+zero2", "sdp2", "tp2"]
 
 
-def _padded(family: str) -> bool:
-    return family not in IMAGES
+def _check(family: str, stages: list[list[str]], **changes: Any) -> None:
+    padding = family not in IMAGES
+    check(Case(config=config(family), stages=stages, clip=0.5, padding=padding, steps=2, **changes))
 
 
-@pytest.mark.parametrize("family", LAYERS)
-@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize(("family", "shift"), [*((family, 0) for family in LAYERS), ("swin", 3), ("vit", 3)])
 def test_one_stage_of_all_kinds(family: str, shift: int) -> None:
     kinds = _KINDS[shift:] + _KINDS[:shift]
-    stages = [[kinds[place] for place in range(LAYERS[family])]]
-    check(Case(config=config(family), stages=stages, micro_batches=2, clip=0.5, padding=_padded(family)))
+    _check(family, [kinds[: LAYERS[family]]], micro_batches=2)
 
 
 @pytest.mark.parametrize("family", LAYERS)
-@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 1), ("gpipe", 3)])
-def test_two_uneven_stages(family: str, schedule: str, first: int) -> None:
-    kinds = _PAIRS[: LAYERS[family]]
-    stages = [kinds[:first], kinds[first:]]
-    check(
-        Case(
-            config=config(family), stages=stages, micro_batches=4, schedule=schedule, clip=0.5, padding=_padded(family)
-        )
-    )
+def test_two_uneven_stages(family: str) -> None:
+    _check(family, [_PAIRS[:1], _PAIRS[1 : LAYERS[family]]], micro_batches=4, schedule="1f1b")
 
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_a_stage_for_each_device(family: str) -> None:
     """Every boundary inside the model that four stages can have; more micro-batches than stages."""
     each = [1, 1, 1, 1] if LAYERS[family] == 4 else [2, 2, 2, 1]
-    stages = [["single"] * count for count in each]
-    check(Case(config=config(family), stages=stages, batch=12, micro_batches=6, padding=_padded(family)))
+    _check(family, [["single"] * count for count in each], batch=12, micro_batches=6, schedule="gpipe")
 
 
 _SEQUENCE = {
@@ -55,20 +48,18 @@ _SEQUENCE = {
 @pytest.mark.parametrize("family", TOKENS)
 def test_sequence_parallelism(family: str) -> None:
     """Beside layers with other rows, and of other degrees."""
-    check(Case(config=config(family), stages=[_SEQUENCE[family]], micro_batches=2, clip=0.5, padding=True))
+    _check(family, [_SEQUENCE[family]], micro_batches=2)
 
 
 @pytest.mark.parametrize("family", TOKENS)
 def test_sequence_parallelism_across_stages(family: str) -> None:
     """Divided on both sides of the boundary."""
     sequence = ["tp2" if place in (0, 3) and family == "t5" else "tp2+sp" for place in range(LAYERS[family])]
-    stages = [["tp2", *sequence[1:2]], [*sequence[2:-1], "dp2"]]
-    check(Case(config=config(family), stages=stages, micro_batches=2, clip=0.5, padding=True))
+    _check(family, [["tp2", *sequence[1:2]], [*sequence[2:-1], "dp2"]], micro_batches=2)
 
 
 @pytest.mark.parametrize("first", [1, 2, 4, 5, 6])
 def test_every_cut_of_an_encoder_decoder(first: int) -> None:
     """T5 carries one tensor between encoders and two between decoders; tables of both stacks may be in both stages."""
     kinds = ["tp2", "sdp2", "tp2+sp", "dp2", "tp2+sp+rc", "sdp2", "tp2"]
-    stages = [kinds[:first], kinds[first:]]
-    check(Case(config=config("t5"), stages=stages, micro_batches=2, clip=0.5, padding=True, steps=2))
+    _check("t5", [kinds[:first], kinds[first:]], micro_batches=2)

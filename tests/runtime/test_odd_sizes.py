@@ -30,7 +30,7 @@ def _fits(stage: list[str], rows: int) -> bool:
 def test_six_devices(stage: list[str], fits: bool) -> None:
     """3·2 and 2·3 write ranks in two ways; where a stage has both, rows are gathered whole between them."""
     assert _fits(stage, 6) == fits
-    check(Case(config=_SIX, stages=[stage], batch=12, micro_batches=2, clip=0.5, padding=True))
+    check(Case(config=_SIX, stages=[stage], batch=12, micro_batches=2, clip=0.5, padding=True, steps=2))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_six_devices(stage: list[str], fits: bool) -> None:
     ],
 )
 def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
-    check(Case(config=_SIX, stages=stages, batch=18, micro_batches=3, clip=0.5, padding=True))
+    check(Case(config=_SIX, stages=stages, batch=18, micro_batches=3, clip=0.5, padding=True, steps=2))
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
 def test_fewer_rows_than_an_axis_a_digit_needs(stages: list[list[str]], batch: int) -> None:
     """Two micro-batches of half as many rows as the stage has devices."""
     assert not all(_fits(stage, batch // 2) for stage in stages)
-    check(Case(config=config("bert"), stages=stages, batch=batch, micro_batches=2, clip=0.5, padding=True))
+    check(Case(config=config("bert"), stages=stages, batch=batch, micro_batches=2, clip=0.5, padding=True, steps=2))

@@ -33,14 +33,19 @@ _HEADS = {
 """The class with the pre-training head, by model type."""
 
 
-def build_meta(config: Mapping[str, Any] | PreTrainedConfig, training: Training) -> nn.Module:
-    """The stock model of a configuration (the content of a ``config.json``), trained that way, without weights."""
+def build_meta(
+    config: Mapping[str, Any] | PreTrainedConfig, training: Training, *, as_named: bool = False
+) -> nn.Module:
+    """The stock model of a configuration (the content of a ``config.json``), trained that way, without weights.
+
+    A known family has its pre-training head, unless it is to be the class that ``architectures`` names.
+    """
     config = copy.deepcopy(config) if isinstance(config, PreTrainedConfig) else _read(config)
     if training.dropout is False:
         _zero_dropout(config)
     config.use_cache = False
     attention = "sdpa" if training.attention is Attention.FUSED else "eager"
-    stock: Any = _stock_class(config)
+    stock: Any = _stock_class(config, as_named=as_named)
     if attention == "sdpa" and not stock._supports_sdpa:
         raise InvalidInput(f"{stock.__name__}: has no fused attention in transformers; train with attention 'eager'")
     # Constructors draw random numbers for some parameters, which nobody will see.
@@ -69,9 +74,9 @@ def _read(content: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _stock_class(config: PreTrainedConfig) -> type[nn.Module]:
+def _stock_class(config: PreTrainedConfig, *, as_named: bool) -> type[nn.Module]:
     named = config.architectures[0] if config.architectures else None
-    name = _HEADS.get(config.model_type, named)
+    name = named if as_named and named else _HEADS.get(config.model_type, named)
     if name is None:
         raise InvalidInput(
             f"model_type is {config.model_type!r}, a family without an adapter, and the configuration's field "

@@ -8,7 +8,7 @@ parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class _Around(Layer):
 
     def detached(self) -> Layer:
         return self  # its part of the stock forward calls these very modules, which no other layer has
+
+    def drawing_modules(self) -> Iterator[nn.Module]:
+        return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
 
     def stock_name(self, name: str) -> str:
         attribute, _, _ = name.partition(".")
@@ -113,6 +116,9 @@ class _Part:
     def __init__(self, anatomy: Anatomy, model: nn.Module, real: tuple[str, ...]) -> None:
         self._anatomy = anatomy
         self._shell = Shell(model, anatomy.blocks, anatomy.units, real)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self._shell.model.modules()
 
     def before(self, context: _Context, *, training: bool) -> Tensor:
         found: list[Tensor] = []

@@ -67,6 +67,10 @@ class Layer(nn.Module, ABC):
         """The layer with modules of its own, to be split and filled: stock models share some between layers."""
         return copy.deepcopy(self)
 
+    def drawing_modules(self) -> Iterator[nn.Module]:
+        """All modules that its forward runs: some may draw random numbers."""
+        return self.modules()
+
     def stock_name(self, name: str) -> str:
         """The stock model's name of a parameter or buffer: ``"block.output.dense.weight"`` to ``"bert.encoder…"``."""
         attribute, _, rest = name.partition(".")

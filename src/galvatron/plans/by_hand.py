@@ -30,7 +30,8 @@ __all__ = ["priced"]
 def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micro_batches: int = 1) -> Plan:
     """The plan that gives each layer of each stage this strategy, with what it costs on the request's cluster.
 
-    The request must fix the batch. A plan above the budget is priced too: ``memory_bytes`` says by how much.
+    The request must fix the batch. A plan above the budget is priced too (``memory_bytes`` says by how much), but a
+    file of it would be refused.
     """
     if request.batch is None or request.batch % micro_batches:
         raise InvalidInput(

@@ -124,8 +124,8 @@ def _phases(events: list[Any], prefix: str) -> dict[str, PhaseBytes]:
     for event in sorted(changes, key=lambda event: event.start_time_ns):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
+            total += size - alive.get(address, 0)  # what was there was released in a thread that is not followed
             alive[address] = size
-            total += size
         elif address in alive:  # else it is older than the meter
             total -= alive.pop(address)
         for name, span in spans.items():

@@ -99,6 +99,7 @@ class _Assembler:
             slots.append(self._slot(index, strategy, weights.tensors(index)))
             before = strategy
         stage = Stage(slots, [strategy.layout for strategy in self.plan.strategies], changes)
+        stage.train()
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
         if sharded:
             shard_root(stage, sharded, self.settings.device.type)
@@ -135,7 +136,7 @@ class _Assembler:
         )
 
     def _randomness(self, index: int, layer: Layer, strategy: Strategy) -> LayerRandomness | None:
-        if not draws(layer):
+        if not draws(layer.drawing_modules()):
             return None
         return LayerRandomness(
             device=self.settings.device,
@@ -155,6 +156,15 @@ class _Assembler:
 
     def _stages_of(self, tie: Tie) -> list[StagePlan]:
         return [stage for stage in self.stages if stage.uses(tie)]
+
+    def _lends(self, index: int) -> bool:
+        """Whether a later layer of the stage will use a weight of this one."""
+        return any(
+            use.layer in self.plan.layers and use.layer > index
+            for number, tie, _ in self._ties(index)
+            if not tie.small and number not in self._lenders
+            for use in tie.uses
+        )
 
     def _borrow(self, part: _Part) -> None:
         """Lend tied weights of owners in this stage to the layer."""
@@ -240,7 +250,7 @@ class _Assembler:
         return nn.Parameter(master.detach().to(self.settings.dtype), requires_grad=master.requires_grad)
 
     def _shard(self, part: _Part, digits: frozenset[Digit]) -> dict[str, LocalParameter]:
-        strategy, lends = part.strategy, any(not tie.small for _, tie, _ in self._ties(part.index))
+        strategy, lends = part.strategy, self._lends(part.index)
         groups = self._shard_groups(strategy, digits)
         heights = {name: parameter.shape[0] for name, parameter in part.layer.named_parameters()}
         shard(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.errors import InvalidInput, PlanMismatch
+from galvatron.models.generic import Generic
 from galvatron.models.layer import CutModel
 from galvatron.plans.plan import Plan
 from galvatron.spec import Kind, LayerSpec, Strategy
@@ -57,7 +58,7 @@ def _at(kinds: list[str], place: int) -> str:
 def _kinds(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
     """The model's own layers: from its configuration where the planner knows the family, else counted."""
     config: Any = getattr(cut.model, "config", None)
-    if getattr(config, "model_type", None) in HUGGINGFACE_TYPES:
+    if not isinstance(cut, Generic) and getattr(config, "model_type", None) in HUGGINGFACE_TYPES:
         content = json.loads(config.to_json_string(use_diff=False))
         return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
     planned = {kind.name: kind for kind in plan.model.kinds}

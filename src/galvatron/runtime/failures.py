@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -21,8 +22,9 @@ from galvatron.errors import GalvatronError
 __all__ = ["report_failures"]
 
 _KEY = "galvatron/failure"
+_SAID = "galvatron/said"
 _GRACE_S = 2.0
-"""How long a rank whose connection broke waits for the cause to show up."""
+"""How long a rank waits for another one to say what is wrong."""
 _SYMPTOMS = ("connection", "broken pipe", "reset by peer", "socket", "nccl", "gloo", "timed out", "aborted")
 """Words in errors of ranks that are merely cut off from one that failed."""
 
@@ -49,11 +51,26 @@ class _Hook:
             self._otherwise(kind, error, trace)
 
     def _report_input(self, error: GalvatronError) -> None:
+        """Rank 0 speaks for all; another rank speaks if rank 0 found nothing wrong."""
         if self._rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        else:
-            time.sleep(_GRACE_S / 2)  # so that rank 0 is heard before the launcher stops everyone
+            with suppress(Exception):
+                self._store.set(_SAID, "")
+        elif not self._appears(_SAID):
+            print(f"error on rank {self._rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         self._end(error.exit_status)
+
+    def _appears(self, key: str) -> bool:
+        """Whether another rank sets a key, now or soon; also if the store is gone, and rank 0 with it."""
+        end = time.monotonic() + _GRACE_S
+        try:
+            while time.monotonic() < end:
+                if self._store.check([key]):
+                    return True
+                time.sleep(0.05)
+        except Exception:
+            return True
+        return False
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
@@ -71,9 +88,8 @@ class _Hook:
         """What the first rank that failed has to say: this one, unless another was there before."""
         mine = f"rank {self._rank} failed:\n{text}"
         try:
-            end = time.monotonic() + (_GRACE_S if symptom else 0.0)
-            while symptom and time.monotonic() < end and not self._store.check([_KEY]):
-                time.sleep(0.05)
+            if symptom:
+                self._appears(_KEY)
             found: bytes = self._store.compare_set(_KEY, "", mine)
         except Exception:  # the store went with rank 0
             return mine

@@ -41,11 +41,13 @@ class ParallelModel:
         loss_replicas: int,
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         """``loss_replicas``: ranks of the last stage that compute the loss of the same rows; ``shapes``: of all
-        parameters of the model, by their stock names."""
+        parameters of the model, by their stock names; ``dtype``: of masters."""
         self.plan = plan
         self.device = device
+        self._dtype = dtype
         self._pipeline, self._units, self._reader = pipeline, tuple(units), reader
         self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
         self._shapes = shapes
@@ -93,11 +95,11 @@ class ParallelModel:
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(stock name, whole tensor) of each parameter in turn, on every rank; all ranks must take all of them."""
-        return whole(self.locals, self._shapes, lambda local: local.master, self.device)
+        return whole(self.locals, self._shapes, lambda local: local.master, self.device, self._dtype)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The same for gradients."""
-        return whole(self.locals, self._shapes, lambda local: local.master.grad, self.device)
+        return whole(self.locals, self._shapes, lambda local: local.master.grad, self.device, self._dtype)
 
     # Training
 
@@ -114,6 +116,7 @@ class ParallelModel:
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
         earlier = self._set_aside()
         for unit in self._units:
+            unit.refresh()
             unit.begin()
         with restored(self.device):
             loss = self._pipeline.run(local, self._iteration)
@@ -139,7 +142,7 @@ class ParallelModel:
         """The mean loss without gradients and without dropout."""
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
         for unit in self._units:
-            unit.begin()
+            unit.refresh()
         self._pipeline.stage.eval()
         try:
             loss = self._pipeline.evaluate(local, self._iteration)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from galvatron.errors import InvalidInput
 from galvatron.runtime import collectives
 
 __all__ = [
@@ -81,6 +82,11 @@ def gathered(part: Tensor, group: ProcessGroup) -> Tensor:
 
 def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's tokens; no gradient."""
+    if whole.shape[1] % group.size():
+        raise InvalidInput(
+            f"batch: sequences of {whole.shape[1]} tokens cannot be divided over {group.size()} ranks, as +sp would; "
+            "pad them to a multiple"
+        )
     tokens = whole.shape[1] // group.size()
     return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
 

@@ -108,7 +108,7 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
             f"plan: model {plan.model.name!r} was described by figures alone (model.config is null), so it cannot be "
             "built; give parallelize the model or its configuration"
         )
-    return build_meta(config, plan.model.training)
+    return build_meta(config, plan.model.training, as_named=plan.model.family == "generic")
 
 
 def _weights(cut: CutModel, model: Model, source: str | Path | Weights | None, seed: int) -> Weights:
@@ -182,6 +182,7 @@ class _Builder:
             loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
             shapes=self.shapes,
             device=self.settings.device,
+            dtype=self.settings.master_dtype,
         )
 
     def _needs(self) -> dict[Layout, frozenset[str]]:

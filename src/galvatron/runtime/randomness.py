@@ -8,7 +8,7 @@ same numbers again, tensor-parallel ranks agree outside the split parts, and no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ from torch import nn
 __all__ = ["LayerRandomness", "draws", "restored"]
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether the module draws random numbers in training: some dropout in it has a probability above zero."""
-    for part in module.modules():
+def draws(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules draw random numbers in training: some dropout among them has a probability above zero."""
+    for part in modules:
         if isinstance(part, nn.Dropout) and part.p > 0:
             return True
         for name, value in vars(part).items():

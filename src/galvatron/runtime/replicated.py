@@ -7,6 +7,9 @@ the layers before it. Nothing is stored twice: gradients live in one flat buffer
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,27 +41,28 @@ class ReplicatedUnit(Unit):
         self._sums: list[dist.Work] = []
         for local, work in pairs:
             if work.requires_grad:
-                work.register_post_accumulate_grad_hook(self._hook(local))
+                # Weak references: a hook that holds its own parameter would keep it alive for ever.
+                work.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self), weakref.ref(local)))
 
-    def _hook(self, local: LocalParameter):  # type: ignore[no-untyped-def]
-        def accumulated(work: Tensor) -> None:
-            if self._masters and work.grad is not None:
-                if local.master.grad is None:
-                    local.master.grad = work.grad.to(local.master.dtype)
-                else:
-                    local.master.grad += work.grad
-                work.grad = None
-            self._missing -= 1
-            if self._last and not self._missing:
-                self._start_sum()
+    def _take(self, local: LocalParameter, work: Tensor) -> None:
+        """A parameter's gradient for one micro-batch is there."""
+        if self._masters and work.grad is not None:
+            if local.master.grad is None:
+                local.master.grad = work.grad.to(local.master.dtype)
+            else:
+                local.master.grad += work.grad
+            work.grad = None
+        self._missing -= 1
+        if self._last and not self._missing:
+            self._start_sum()
 
-        return accumulated
-
-    def begin(self) -> None:
+    def refresh(self) -> None:
         if self._masters:
             torch._foreach_copy_(
                 [work.detach() for work in self._works], [local.master.detach() for local in self.locals]
             )
+
+    def begin(self) -> None:
         if self._group is not None and all(local.master.grad is None for local in self.locals):
             self._attach_gradients()
 
@@ -94,3 +98,9 @@ class ReplicatedUnit(Unit):
         for work in self._sums:
             work.wait()
         self._sums = []
+
+
+def _accumulated(unit: weakref.ref[ReplicatedUnit], local: weakref.ref[LocalParameter], work: Tensor) -> None:
+    owner, parameter = unit(), local()
+    if owner is not None and parameter is not None:
+        owner._take(parameter, work)

@@ -106,6 +106,9 @@ class ShardedUnit(Unit):
         """Have the whole parameters at hand, for a layer that uses one of them."""
         self.fsdp.unshard()
 
+    def refresh(self) -> None:
+        pass  # FSDP2 gathers from the masters
+
     def begin(self) -> None:
         for local, parameter in zip(self.locals, self._sharded, strict=True):
             if local.master.grad is None:

@@ -33,13 +33,13 @@ def whole(
     shapes: Mapping[str, tuple[int, ...]],
     pick: Callable[[LocalParameter], Tensor | None],
     device: torch.device,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) for each parameter, the same on every rank; ``pick``: what of it (its value, gradient …).
 
     All ranks must take all of them. Each piece is added by one of the ranks that hold it, so sums are exact.
     """
     held = {local.name: local for local in locals_}
-    dtype = locals_[0].master.dtype
     for name, shape in shapes.items():
         total = torch.zeros(shape, dtype=dtype, device=device)
         local = held.get(name)

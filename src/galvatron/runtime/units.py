@@ -44,8 +44,12 @@ class Unit(ABC):
     locals: list[LocalParameter]
 
     @abstractmethod
+    def refresh(self) -> None:
+        """Before any forward: masters may have changed."""
+
+    @abstractmethod
     def begin(self) -> None:
-        """Before the first micro-batch of an iteration: masters may have changed, gradients may have been dropped."""
+        """Before the first micro-batch of an iteration: gradients may have been dropped."""
 
     @abstractmethod
     def expect_backward(self, *, last: bool) -> None:
