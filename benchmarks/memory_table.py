@@ -164,7 +164,7 @@ CASES: Mapping[str, Case] = {
     "swin pp2 gpipe": _stages("swin", "dp2", "tp2", schedule=_GPIPE),
     # Other ways of training
     "gpt2 dropout": _uniform("gpt2", "dp2-tp2", dropout=True),
-    "bert bf16": _uniform("bert", "dp2-tp2", precision=Precision.BF16),
+    "bert bf16": _uniform("bert", "dp2-tp2", batch=16, precision=Precision.BF16),
 }
 """The table, by name."""
 

@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime"))):
+for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime", "rehearsal"))):
     sys.path.insert(0, str(folder))

@@ -1,7 +1,7 @@
-"""Gloo that lets go at once, so that a meter on the calling thread sees every release.
+"""Gloo whose own memory a meter on the calling thread does not see, as it does not see NCCL's.
 
-Gloo's own threads hold a collective's tensors a moment longer than the one who waits for it, and may be the last to let
-go of them: a release that the profiler, which follows one thread, never hears of.
+Gloo makes copies on the calling thread and lets go of them, and of a collective's tensors, on threads of its own: the
+profiler, which follows one thread, would hear of the allocation and never of the release.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-_COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+_COLLECTIVES = ("all_gather_single", "allreduce", "reduce_scatter_single")
 _LIMIT_S = 20
 
 
 class _Done:
+    """In place of the work, which would hold the tensors as well."""
+
     def wait(self) -> bool:
         return True
 
@@ -29,29 +33,36 @@ class _Done:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """While this is entered, collectives are done and forgotten by all threads when they return."""
-    real = {name: getattr(dist, name) for name in _COLLECTIVES}
-    for name, function in real.items():
-        setattr(dist, name, _patient(function))
+    """While this is entered, collectives run on another thread, and are done and forgotten when they return."""
+    real = {name: getattr(dist.ProcessGroup, name) for name in _COLLECTIVES}
+    for name, method in real.items():
+        setattr(dist.ProcessGroup, name, _patient(method))
     try:
         yield
     finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+        for name, method in real.items():
+            setattr(dist.ProcessGroup, name, method)
 
 
-def _patient(collective: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _Done | None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+def _patient(collective: Callable[..., Any]) -> Callable[..., _Done]:
+    def call(group: dist.ProcessGroup, *args: Any) -> _Done:
+        tensors = [own for own in tree_flatten(args)[0] if isinstance(own, Tensor)]
         before = [_users(tensor) for tensor in tensors]
-        collective(*args, async_op=False, **kwargs)
+        elsewhere = Thread(target=_run, args=(collective, group, *args))
+        elsewhere.start()
+        elsewhere.join()
         deadline = time.monotonic() + _LIMIT_S
         while [_users(tensor) for tensor in tensors] != before:
             assert time.monotonic() < deadline, "gloo does not let go of a collective's tensors"
             time.sleep(1e-4)
-        return _Done() if async_op else None
+        return _Done()
 
     return call
+
+
+@torch.no_grad()
+def _run(collective: Callable[..., Any], *args: Any) -> None:
+    collective(*args).wait()
 
 
 def _users(tensor: Tensor) -> int:

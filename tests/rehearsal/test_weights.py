@@ -1,4 +1,4 @@
-"""Cheap weights: of every shape a model asks for, from next to no memory, with numbers that are good to compute with."""
+"""Cheap weights: every shape a model asks for, from next to no memory, in numbers that are good to compute with."""
 
 from __future__ import annotations
 

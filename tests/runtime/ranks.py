@@ -36,7 +36,7 @@ __all__ = ["RankError", "Ranks", "ranks"]
 # are collected before any runs, so this is in time; oneDNN, which has threads of its own, is left out on the ranks.
 torch.set_num_threads(1)
 
-_LIMIT_S = 60
+_LIMIT_S = 180
 _MODULES = (
     "galvatron.runtime.parallelize",
     "safetensors.torch",

@@ -22,15 +22,13 @@ def test_parts_are_those_of_fsdp(size: int, degree: int) -> None:
     assert [list(part_of(size, index, degree)) for index in range(degree)] == chunks
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((12, 8), 0), ((12, 8), 1), ((24,), 0), ((6, 4, 2), 1)])
+@pytest.mark.parametrize(("shape", "dim"), [((24, 8), 0), ((8, 24), 1), ((24,), 0), ((6, 24, 2), 1)])
 @pytest.mark.parametrize(("degree", "parts", "shards"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 3, 2), (1, 1, 5)])
 def test_pieces_are_put_back_where_they_were_taken(
     shape: tuple[int, ...], dim: int, degree: int, parts: int, shards: int
 ) -> None:
     """Every element is in one piece: cut by tensor parallelism along one dim, then by rows."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    if shape[dim] % parts or shape[dim] // parts < degree:
-        pytest.skip("no such fused weight")
     again, count = torch.full_like(whole, -1), 0
     for index, shard in product(range(degree), range(shards)):
         cut = Cut(dim=dim, index=index, degree=degree, parts=parts)

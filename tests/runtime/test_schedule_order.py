@@ -1,4 +1,4 @@
-"""The order of passes in each stage: complete, causal, and never more micro-batches in flight than memory was planned for."""
+"""The order of passes in each stage: complete, causal, and with no more micro-batches in flight than were planned."""
 
 from __future__ import annotations
 

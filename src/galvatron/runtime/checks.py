@@ -46,9 +46,10 @@ def check_model(plan: Plan, cut: CutModel) -> None:
                 f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
                 f"{plan.model.name!r} says {kind.parameters:,}; it is a plan of another model: plan again for this one"
             )
-    for stage in plan.stages:
-        for layer in stage.layers:
-            _check_degree(ours[layer.layer], layer.index, Strategy.parse(layer.strategy))
+    for number, stage in enumerate(plan.stages):
+        for place, layer in enumerate(stage.layers):
+            field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
+            _check_degree(ours[layer.layer], field, Strategy.parse(layer.strategy))
 
 
 def _at(kinds: list[str], place: int) -> str:
@@ -66,16 +67,15 @@ def _kinds(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
     return tuple(replace(planned[name], parameters=count) for name, count in counts.items())
 
 
-def _check_degree(kind: LayerSpec, index: int, strategy: Strategy) -> None:
+def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:
     degree = strategy.degree(Kind.TP)
     if not kind.allows_tensor_parallel(degree):
         assert kind.tensor_parallel is not None
         raise InvalidInput(
-            f"stages[].layers[{index}].strategy ({kind.name}): {str(strategy)!r} splits it {degree} ways, which must "
+            f"{field}: {str(strategy)!r} splits it {degree} ways, which must "
             f"divide {' and '.join(str(count) for count in kind.tensor_parallel.divides)}, its attention heads"
         )
     if strategy.sequence_parallel and not kind.allows_sequence_parallel(degree):
         raise InvalidInput(
-            f"stages[].layers[{index}].strategy ({kind.name}): {str(strategy)!r} divides the sequence {degree} ways, "
-            "which this layer cannot; leave +sp out"
+            f"{field}: {str(strategy)!r} divides the sequence {degree} ways, which this layer cannot; leave +sp out"
         )
