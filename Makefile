@@ -8,7 +8,7 @@ PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
-.PHONY: demo test lint bench pictures clean
+.PHONY: demo test test-all lint bench pictures clean
 
 $(PLANNER): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,9 @@ demo: $(RUNTIME)
 test: lint
 	$(BIN)/python -m pytest
 
+test-all: lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +45,8 @@ lint: $(DEV)
 bench: $(DEV)
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/paper_table.py
+	$(BIN)/python benchmarks/memory_table.py
+	$(BIN)/python benchmarks/overhead.py
 
 pictures: $(PLANNER)
 	$(BIN)/python docs/pictures.py

@@ -58,8 +58,8 @@ def test_sequence_parallelism_across_stages(family: str) -> None:
     _check(family, [["tp2", *sequence[1:2]], [*sequence[2:-1], "dp2"]], micro_batches=2)
 
 
-@pytest.mark.parametrize("first", [1, 2, 4, 5, 6])
-def test_every_cut_of_an_encoder_decoder(first: int) -> None:
-    """T5 carries one tensor between encoders and two between decoders; tables of both stacks may be in both stages."""
+@pytest.mark.parametrize("first", [2, 4, 5])
+def test_cuts_of_an_encoder_decoder(first: int) -> None:
+    """T5 carries one tensor between encoders and two between decoders; a table of biases may be in both stages."""
     kinds = ["tp2", "sdp2", "tp2+sp", "dp2", "tp2+sp+rc", "sdp2", "tp2"]
     _check("t5", [kinds[:first], kinds[first:]], micro_batches=2)

@@ -22,7 +22,7 @@ _Check = Callable[[str | None], str | None]
 
 def _parity(family: str, *stages: list[str], clip: float | None = None) -> _Check:
     """Training compared with a single process."""
-    case = Case(config=config(family), stages=list(stages), micro_batches=2, batch=16, padding=True, steps=2, clip=clip)
+    case = Case(config=config(family), stages=list(stages), micro_batches=2, batch=16, padding=True, steps=1, clip=clip)
 
     def check(mutant: str | None) -> str | None:
         found = ranks(4).run(under, mutant, train, case, plan_for(case), first_weights(case), batches(case))

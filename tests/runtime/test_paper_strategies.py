@@ -19,7 +19,7 @@ _STRATEGIES = [
 
 
 def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
-    layers = max(4, degree)
+    layers = max(3, 2 * degree if degree < 4 else degree)
     each = layers // degree
     return Case(
         config=config("bert", num_hidden_layers=layers - 2),

@@ -25,7 +25,7 @@ def _case(seed: int) -> Case:
     micro_batches = draw.choice([1, 2, 4] if degree < 4 else [2, 4])
     tied = {"tie_word_embeddings": True} if family == "llama" and draw.random() < 0.5 else {}
     settings = config(family, **tied)
-    batch = draw.choice([16, 32])
+    batch = 16 if family in IMAGES else draw.choice([16, 32])
     layers = spec_of(Case(config=settings, stages=[])).layers
     cuts = sorted(draw.sample(range(1, len(layers)), degree - 1))
     chosen = [_strategy(draw, layer, devices // degree, batch // micro_batches) for layer in layers]

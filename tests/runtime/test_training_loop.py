@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,19 +24,19 @@ _MIXES = {
 }
 
 
-def _case(mix: str, **changes: Any) -> Case:
-    return Case(config=config("gpt2"), stages=_MIXES[mix], micro_batches=2, padding=True, **changes)
+def _case(mix: str) -> Case:
+    return Case(config=config("gpt2"), stages=_MIXES[mix], micro_batches=2, padding=True, steps=2)
 
 
 @pytest.mark.parametrize("mix", _MIXES)
 def test_gradients_add_up_over_calls(mix: str) -> None:
-    """Three calls without ``zero_grad`` give the sum of the three batches' gradients, as in PyTorch."""
+    """Two calls without ``zero_grad`` give the sum of the two batches' gradients, as in PyTorch."""
     case = _case(mix)
     found = ranks(4).run(accumulate, case, plan_for(case), first_weights(case), batches(case))
     assert accumulated_difference(case, found) is None
 
 
-@pytest.mark.parametrize("mix", _MIXES)
+@pytest.mark.parametrize("mix", ["mixed", "sharded", "pipeline"])
 def test_evaluating_changes_nothing(mix: str) -> None:
     """``evaluate`` before and after backward gives the loss of the weights at hand, and training goes on as before."""
     case = _case(mix)

@@ -64,18 +64,20 @@ def transient_bytes(
     gathered parameters and whole gradients (under ZeRO-2 the gradient).
 
     FSDP2 lets go of the buffer a layer's gradient is reduced from when the next layer reduces its own. So beside the
-    gathered copies there is always one such buffer, and the layer's own gradient: a part of it while activations are
-    many, all of it when they are gone. Lent weights have their copy already, and nothing is prefetched behind them.
+    gathered copies there is such a buffer of the layer before, whose activations are gone, and the layer's own
+    gradient: a part of it while activations are many, all of it when they are gone. Lent weights have their copy
+    already, and nothing is prefetched behind them.
     """
     restored = strategies.recompute * _full_activation_bytes(layers, strategies)
     work = samples * (_working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
     copies = sharded * conventions.gathered_copies * precision.bytes
-    lent = np.where(copies > 0, lent, 0)
+    gathers = copies > 0
+    lent = np.where(gathers, lent, 0)
     whole = (parameters - lent) * precision.bytes
-    early = whole * _EARLY_GRADIENT - activation_bytes(samples, layers, strategies)
-    own = np.where(copies > 0, np.maximum(np.maximum(early, whole - work), 0), 0) + lent * precision.bytes
-    reduced = ((copies > 0) | strategies.zero2) * GRADIENT_BYTES * parameters
+    own = np.where(gathers, np.maximum(whole * _EARLY_GRADIENT, whole - work), 0) + lent * precision.bytes
+    freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
+    reduced = np.where(gathers | strategies.zero2, np.maximum(GRADIENT_BYTES * parameters - freed, 0), 0)
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
     total: Floats = work + copies * (parameters - lent) + own + reduced + kept * precision.bytes
     return total

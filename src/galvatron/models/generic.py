@@ -118,7 +118,8 @@ class _Part:
         self._shell = Shell(model, anatomy.blocks, anatomy.units, real)
 
     def modules(self) -> Iterator[nn.Module]:
-        return self._shell.model.modules()
+        model: nn.Module = self._shell.model
+        return model.modules()
 
     def before(self, context: _Context, *, training: bool) -> Tensor:
         found: list[Tensor] = []
