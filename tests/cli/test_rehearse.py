@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,15 +89,17 @@ def test_every_stage_is_measured_beside_its_prediction(run: Run, saved: str, pla
 
 
 def test_what_the_process_of_a_rank_refuses_is_said_as_everywhere(
-    run: Run, plan: galvatron.Plan, tmp_path: Path
+    run: Run, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration that builds another model than the plan's layers: found by the runtime."""
-    config = {**MODEL.config, "num_hidden_layers": 3}
-    replace(plan, model=replace(plan.model, config=config)).save(tmp_path / "other.json")
-    done = run(str(tmp_path / "other.json"), "--device", "cpu")
-    assert done.status == 2
-    assert "it has 5 layers" in done.err
-    assert "plan again" in done.err
+    """The runtime finds, say, that the configuration builds another model than the plan's layers."""
+
+    def refuse(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        Path(command[-1]).write_bytes(pickle.dumps(galvatron.PlanMismatch("model: it has 5 layers; plan again")))
+        return subprocess.CompletedProcess(command, returncode=0, stdout=b"", stderr=b"")
+
+    monkeypatch.setattr("subprocess.run", refuse)
+    done = run(saved, "--device", "cpu")
+    assert (done.status, done.err) == (2, "error: model: it has 5 layers; plan again\n")
 
 
 @pytest.mark.parametrize(

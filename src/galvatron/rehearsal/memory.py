@@ -53,6 +53,10 @@ class CudaMeter(Meter):
         """Most bytes the allocator took from the device: the peak and what it could not reuse."""
 
     def __enter__(self) -> CudaMeter:
+        # The library of matrix products takes its workspace from the same allocator when it is first used.
+        square = torch.ones(16, 16, device=self._device)
+        torch.mm(square, square)
+        del square
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
