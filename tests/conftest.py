@@ -5,6 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 _HERE = Path(__file__).parent
 for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime", "rehearsal"))):
     sys.path.insert(0, str(folder))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the ranks that tests of the runtime share before any test runs: forked from a process in which profilers
+    and thread pools are at work, one of them may come up broken."""
+    if any("runtime" in item.path.parts for item in session.items):
+        from ranks import ranks
+
+        for world in (4, 8):
+            ranks(world).run(int)
