@@ -43,7 +43,7 @@ def test_peaks_are_as_predicted(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "bert pp2 1f1b", "gpt2 pp2 gpipe"])
+@pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "bert pp2 1f1b"])
 def test_a_rehearsal_takes_what_a_real_run_takes(name: str) -> None:
     """Four processes joined by gloo, against the first rank of each stage alone. In a pipeline gloo may hold on to one
     tensor it has sent, depending on which process is first."""
