@@ -18,5 +18,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("runtime" in item.path.parts for item in session.items):
         from ranks import ranks
 
-        for world in (4, 8):
+        for world in (2, 4, 6, 8):
             ranks(world).run(int)

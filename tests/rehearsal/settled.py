@@ -34,9 +34,9 @@ class _Done:
 @contextmanager
 def settled() -> Iterator[None]:
     """While this is entered, collectives run on another thread, and are done and forgotten when they return."""
-    real = {name: getattr(dist.ProcessGroup, name) for name in _COLLECTIVES}
-    for name, method in real.items():
-        setattr(dist.ProcessGroup, name, _patient(method))
+    real = {name: vars(dist.ProcessGroup)[name] for name in _COLLECTIVES}  # got from the class they would not bind
+    for name in _COLLECTIVES:
+        setattr(dist.ProcessGroup, name, _patient(getattr(dist.ProcessGroup, name)))
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from oracle import EPSILON, Case, Record, batches, single_process, stock_model
+from oracle import Case, Record, batches, single_process, stock_model
 from parity import Trained
 from ranks import ranks
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def _trained(case: Case) -> Record:
     model = stock_model(case)
     masters = {name: nn.Parameter(own.detach().clone()) for name, own in model.named_parameters()}
     model = model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters.values(), lr=case.learning_rate, eps=EPSILON)
+    optimizer = torch.optim.AdamW(masters.values(), lr=case.learning_rate, eps=case.epsilon)
     gradients: dict[str, Tensor] = {}
     losses: list[float] = []
     for batch in batches(case):

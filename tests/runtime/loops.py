@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from oracle import EPSILON, Case, batches, stock_loss, stock_model
+from oracle import Case, batches, stock_loss, stock_model
 from parity import Held, Trained, build, held
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def evaluating(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[d
     """On a rank: train, and evaluate before and after each backward; all three losses of a step are listed as one if
     they are equal."""
     model = build(case, plan, folder)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=EPSILON)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=case.epsilon)
     losses, first = [], []
     for step, batch in enumerate(given):
         before = float(model.evaluate(batch))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from galvatron.models.families import bert
-from galvatron.runtime import assembly, batches, borrowing, layout, model, norm, operators, regions, units
+from galvatron.runtime import assembly, batches, borrowing, layout, model, norm, operators, regions, sharded, units
 from galvatron.runtime.exchange import TieExchange
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.randomness import LayerRandomness
@@ -269,6 +269,16 @@ def _the_norm_counts_tied_weights_twice() -> _Patches:
     yield patch.object(model, "gradient_norm", twice)
 
 
+@_mutant
+def _clipping_scales_nothing() -> _Patches:
+    yield patch.object(model, "clip_", lambda parameters, norm, limit: None)
+
+
+@_mutant
+def _the_loss_counts_every_copy() -> _Patches:
+    yield _wrapped(ParallelModel, "__init__", lambda _, self, **parts: setattr(self, "_loss_replicas", 1))
+
+
 # Tied weights
 
 
@@ -283,7 +293,17 @@ def _borrowed_weights_give_no_gradient() -> _Patches:
     yield patch.object(assembly, "resplit", lambda *args: resplit(*args).detach())
 
 
-# Precision
+@_mutant
+def _weights_split_anew_keep_one_ranks_gradient() -> _Patches:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        each = -(-gradient.shape[0] // ctx.group.size())
+        first = ctx.group.rank() * each
+        return gradient[first : first + ctx.held].clone(), None, None
+
+    yield patch.object(borrowing._WholeRows, "backward", staticmethod(backward))
+
+
+# Precision and memory
 
 
 @_mutant
@@ -294,6 +314,11 @@ def _masters_are_kept_in_bf16() -> _Patches:
 
     yield _wrapped(ReplicatedUnit, "begin", rounded)
     yield _wrapped(ShardedUnit, "begin", rounded)
+
+
+@_mutant
+def _sharded_layers_stay_gathered_until_backward() -> _Patches:
+    yield patch.object(assembly, "shard", lambda *args, reshard: sharded.shard(*args, reshard=False))
 
 
 # Random numbers

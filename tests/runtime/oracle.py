@@ -23,7 +23,7 @@ from galvatron.models.layer import IGNORED
 from galvatron.models.registry import cut
 from galvatron.spec import Attention, Strategy, Training
 
-__all__ = ["EPSILON", "Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
+__all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -35,8 +35,6 @@ _CLASSES = {
     "t5": "T5ForConditionalGeneration",
     "vit": "ViTForImageClassification",
 }
-EPSILON = 1e-6
-"""Of Adam: the key bias of attention has a true gradient of zero, which a smaller one would turn into noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +58,11 @@ class Case:
     @property
     def devices(self) -> int:
         return sum(Strategy.parse(stage[0]).devices for stage in self.stages)
+
+    @property
+    def epsilon(self) -> float:
+        """Of Adam. The key bias of attention has a gradient of zero: smaller, this would turn rounding into steps."""
+        return 1e-6 if self.dtype == torch.float64 else 1e-4
 
     @property
     def length(self) -> int | None:
@@ -175,7 +178,7 @@ def single_process(case: Case) -> Record:
 
 def _trained(case: Case) -> Record:
     model = stock_model(case).to(case.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, eps=EPSILON)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, eps=case.epsilon)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches(case)):
         loss = stock_loss(model, batch)

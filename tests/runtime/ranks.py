@@ -72,7 +72,7 @@ class Ranks:
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
                     fine, results[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):
                     fine, results[rank] = False, "the process ended"
                 if not fine:
                     failed = failed or f"rank {rank} of {self.world}:\n{results[rank]}"

@@ -1,73 +1,27 @@
 """What a rank keeps: sharded layers just their shards between passes, and nobody anything twice.
 
-All live tensors are counted, each storage once, in multiples of the model's parameters in fp32. Layers are recomputed,
-and batches small, so that activations add little.
+In multiples of the model's parameters in fp32. Layers are recomputed and batches small, so activations add little.
 """
 
 from __future__ import annotations
 
-import gc
-from pathlib import Path
-
 import pytest
 import torch
+from keeping import kept_by_forward, watch
 from oracle import Case, batches, first_weights
-from parity import build, plan_for
+from parity import plan_for
 from ranks import ranks
 from small_models import config
-from torch import Tensor
-
-import galvatron
-from galvatron.runtime.model import ParallelModel
 
 _ACTIVATIONS = 0.05
 """Of a batch, at most, in the same unit."""
 _CONFIG = config("llama", vocab_size=64, hidden_size=64, intermediate_size=256)
 
 
-def _live_bytes(model: ParallelModel | None = None) -> int:
-    gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]  # gives each an object
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, Tensor) and not found.is_meta:
-            storage = getattr(found, "_local_tensor", found).untyped_storage()
-            storages[storage._cdata] = storage
-    del gradients
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages.values() if storage.nbytes()}.values())
-
-
-def _watch(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> dict[str, list[float]]:
-    """On a rank: what is alive when the model is built, before each forward, before each backward and at the end."""
-    unused = _live_bytes()
-    model = build(case, plan, folder)
-    unit = 4 * sum(torch.Size(shape).numel() for shape in model._shapes.values())
-    seen: dict[str, list[float]] = {"forward": [], "backward": [], "end": []}
-
-    def look(when: str) -> None:
-        seen[when].append((_live_bytes(model) - unused) / unit)
-
-    stage, first = model._pipeline.stage, model._units[0]
-    stage.register_forward_pre_hook(lambda _, __: look("forward"), prepend=True)
-    expect = first.expect_backward
-
-    def expect_backward(*, last: bool) -> None:
-        look("backward")
-        expect(last=last)
-
-    first.expect_backward = expect_backward  # type: ignore[method-assign]
-    for batch in given:
-        model.forward_backward(batch)
-        look("end")
-        for parameter in model.parameters():
-            parameter.grad = None
-    return seen
-
-
 def _watched(stages: list[list[str]], dtype: torch.dtype) -> list[dict[str, list[float]]]:
     """Two iterations of three micro-batches."""
     case = Case(config=_CONFIG, stages=stages, batch=12, micro_batches=3, dtype=dtype, steps=2)
-    found: list[dict[str, list[float]]] = ranks(4).run(_watch, case, plan_for(case), first_weights(case), batches(case))
+    found: list[dict[str, list[float]]] = ranks(4).run(watch, case, plan_for(case), first_weights(case), batches(case))
     return found
 
 
@@ -132,26 +86,5 @@ def test_recompute_keeps_a_layers_input_and_no_more(strategy: str, samples: int,
     stages = [[strategy.removesuffix("+sp"), *[f"{strategy}+rc"] * 3]]
     case = Case(config=_CONFIG, stages=stages, batch=4, dtype=torch.float32, steps=1)
     boundary = 8 * 64 * 4  # tokens, features, bytes
-    for kept in ranks(4).run(_activations, case, plan_for(case), first_weights(case), batches(case)):
-        assert kept / boundary == pytest.approx(3 * samples / parts, abs=0.5)
-
-
-def _activations(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> int:
-    """On a rank: bytes that forward adds for backward."""
-    model = build(case, plan, folder)
-    seen: dict[str, int] = {}
-    first = model._units[0]
-
-    def note(when: str) -> None:
-        seen.setdefault(when, _live_bytes(model))
-
-    model._pipeline.stage.register_forward_pre_hook(lambda _, __: note("before"), prepend=True)
-    expect = first.expect_backward
-
-    def expect_backward(*, last: bool) -> None:
-        note("after")
-        expect(last=last)
-
-    first.expect_backward = expect_backward  # type: ignore[method-assign]
-    model.forward_backward(given[0])
-    return seen["after"] - seen["before"]
+    for kept in ranks(4).run(kept_by_forward, case, plan_for(case), first_weights(case), batches(case)[0]):
+        assert kept / boundary == pytest.approx(3 * samples / parts, abs=0.75)

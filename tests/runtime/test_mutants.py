@@ -9,6 +9,7 @@ import pytest
 import torch
 from bf16_oracle import excess
 from dropping import disagreement, drawn_alike, observe, shared_by_rows, with_dropout
+from keeping import watch
 from loops import accumulate, accumulated_difference, evaluating
 from mutants import MUTANTS, under
 from oracle import Case, batches, first_weights, single_process
@@ -20,9 +21,9 @@ _Check = Callable[[str | None], str | None]
 """Runs the model under a mutant and says what is wrong; None if nothing is."""
 
 
-def _parity(family: str, *stages: list[str], clip: float | None = None) -> _Check:
+def _parity(family: str, *stages: list[str], clip: float | None = None, steps: int = 1) -> _Check:
     """Training compared with a single process."""
-    case = Case(config=config(family), stages=list(stages), micro_batches=2, batch=16, padding=True, steps=1, clip=clip)
+    case = Case(config=config(family), stages=list(stages), micro_batches=2, padding=True, steps=steps, clip=clip)
 
     def check(mutant: str | None) -> str | None:
         found = ranks(4).run(under, mutant, train, case, plan_for(case), first_weights(case), batches(case))
@@ -47,6 +48,15 @@ def _bf16(mutant: str | None) -> str | None:
     case = Case(config=config("bert"), stages=[["dp4", "sdp4", "dp2-tp2", "sdp4"]], dtype=torch.bfloat16)
     found = ranks(4).run(under, mutant, train, case, plan_for(case), first_weights(case), batches(case))
     return excess(case, found)
+
+
+def _memory(mutant: str | None) -> str | None:
+    """Sharded layers keep a shard of parameters and one of gradients."""
+    wide = config("llama", vocab_size=64, hidden_size=64, intermediate_size=256)
+    case = Case(config=wide, stages=[["sdp4+rc"] * 4], batch=8, micro_batches=2, dtype=torch.float32, steps=1)
+    found = ranks(4).run(under, mutant, watch, case, plan_for(case), first_weights(case), batches(case))
+    most = max(value for seen in found for values in seen.values() for value in values)
+    return f"{most:.2f} of the model is alive" if most > 0.55 else None
 
 
 def _dropout(mutant: str | None) -> str | None:
@@ -78,11 +88,13 @@ _CHECKS: dict[str, _Check] = {
     "sequence": _parity("bert", ["tp4", "tp4+sp", "tp4", "tp4+sp"]),
     "mixed": _parity("bert", ["tp2-dp2", "tp4", "dp4", "tp2-dp2"]),
     "pipeline": _parity("bert", ["dp2", "tp2"], ["dp2", "tp2"]),
-    "norm": _parity("bert", ["sdp4", "dp4", "dp2-tp2", "tp4"], clip=0.5),
+    "norm": _parity("bert", ["sdp4", "dp4", "dp2-tp2", "tp4"], clip=0.5, steps=2),
+    "resplit": _parity("gpt2", ["tp4", "dp4", "dp4", "dp2-tp2"]),
     "tied": _parity("gpt2", ["dp2", "tp2"], ["sdp2", "dp2"], clip=0.5),
     "evaluation": _evaluation,
     "accumulation": _accumulation,
     "bf16": _bf16,
+    "memory": _memory,
     "dropout": _dropout,
     "recompute": _recompute,
 }
@@ -112,9 +124,13 @@ _CAUGHT_BY = {
     "the norm counts every copy": "norm",
     "the norm is that of the ranks own part": "norm",
     "the norm counts tied weights twice": "tied",
+    "clipping scales nothing": "norm",
+    "the loss counts every copy": "tensor",
     "copies of tied weights are not summed": "tied",
     "borrowed weights give no gradient": "mixed",
+    "weights split anew keep one ranks gradient": "resplit",
     "masters are kept in bf16": "bf16",
+    "sharded layers stay gathered until backward": "memory",
     "attention drops alike on all tensor parallel ranks": "dropout",
     "ranks drop differently outside the split parts": "dropout",
     "all rows drop alike": "dropout",

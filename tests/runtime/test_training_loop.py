@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from loops import accumulate, accumulated_difference, evaluating
-from oracle import EPSILON, Case, batches, first_weights, single_process
+from oracle import Case, batches, first_weights, single_process
 from parity import Trained, build, check, difference, held, plan_for
 from ranks import ranks
 from small_models import config
@@ -47,7 +47,7 @@ def test_evaluating_changes_nothing(mix: str) -> None:
 def _zeroing(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> Trained:
     """On a rank: gradients are set to zero rather than dropped, and batches cut beforehand."""
     model = build(case, plan, folder)
-    optimizer = torch.optim.AdamW(list(model.parameters()), lr=case.learning_rate, eps=EPSILON, foreach=False)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=case.learning_rate, eps=case.epsilon, foreach=False)
     losses = []
     for batch in model.local_batches(given):
         optimizer.zero_grad(set_to_none=False)

@@ -1,0 +1,75 @@
+"""Counts what a rank keeps alive: all tensors, each storage once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from oracle import Case
+from parity import build
+from torch import Tensor
+
+import galvatron
+from galvatron.runtime.model import ParallelModel
+
+__all__ = ["kept_by_forward", "watch"]
+
+
+def _live_bytes(model: ParallelModel | None = None) -> int:
+    gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]  # gives each an object
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, Tensor) and not found.is_meta:
+            storage = getattr(found, "_local_tensor", found).untyped_storage()
+            storages[storage._cdata] = storage
+    del gradients
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages.values() if storage.nbytes()}.values())
+
+
+def _call_before(model: ParallelModel, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    """Call these before each micro-batch's forward and backward."""
+    model._pipeline.stage.register_forward_pre_hook(lambda _, __: forward(), prepend=True)
+    unit = model._units[0]
+    expect = unit.expect_backward
+
+    def expect_backward(*, last: bool) -> None:
+        backward()
+        expect(last=last)
+
+    unit.expect_backward = expect_backward  # type: ignore[method-assign]
+
+
+def watch(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> dict[str, list[float]]:
+    """On a rank: what is alive before each forward, before each backward and at the end of each iteration, in multiples
+    of the whole model's parameters in fp32."""
+    unused = _live_bytes()
+    model = build(case, plan, folder)
+    unit = 4 * sum(torch.Size(shape).numel() for shape in model._shapes.values())
+    seen: dict[str, list[float]] = {"forward": [], "backward": [], "end": []}
+
+    def look(when: str) -> None:
+        seen[when].append((_live_bytes(model) - unused) / unit)
+
+    _call_before(model, lambda: look("forward"), lambda: look("backward"))
+    for batch in given:
+        model.forward_backward(batch)
+        look("end")
+        for parameter in model.parameters():
+            parameter.grad = None
+    return seen
+
+
+def kept_by_forward(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> int:
+    """On a rank: bytes that the first forward keeps for backward."""
+    model = build(case, plan, folder)
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(_live_bytes(model))
+
+    _call_before(model, look, look)
+    model.forward_backward(batch)
+    return seen[1] - seen[0]
