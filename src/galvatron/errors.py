@@ -3,14 +3,27 @@
     GalvatronError
     ├── InvalidInput      what the user gave cannot be right (exit status 2)
     │   └── PlanMismatch  a plan file made for another model, cluster or version
-    └── Infeasible        nothing in the space fits the budget (exit status 3)
+    ├── Infeasible        nothing in the space fits the budget (exit status 3)
+    ├── CheckpointCorrupt a saved state that is damaged or incomplete (exit status 4)
+    ├── NonFinite         training met a loss or gradient that is no number (exit status 5)
+    ├── RankFailure       a process of the job died or hangs (exit status 6)
+    └── OutOfMemory       a device's memory did not suffice (exit status 7)
 
 A message says what was given, what was expected and what to do; the command line prints it without a traceback.
 """
 
 from __future__ import annotations
 
-__all__ = ["GalvatronError", "Infeasible", "InvalidInput", "PlanMismatch"]
+__all__ = [
+    "CheckpointCorrupt",
+    "GalvatronError",
+    "Infeasible",
+    "InvalidInput",
+    "NonFinite",
+    "OutOfMemory",
+    "PlanMismatch",
+    "RankFailure",
+]
 
 
 class GalvatronError(Exception):
@@ -40,3 +53,27 @@ class Infeasible(GalvatronError):
 
     def __str__(self) -> str:
         return "\n".join([str(self.args[0]), *(f"  - {line}" for line in self.advice)])
+
+
+class CheckpointCorrupt(GalvatronError):
+    """A saved state that cannot be trusted; the message names the file and what to load instead."""
+
+    exit_status = 4
+
+
+class NonFinite(GalvatronError):
+    """The loss or the gradient is no finite number; no weight was touched at that step."""
+
+    exit_status = 5
+
+
+class RankFailure(GalvatronError):
+    """A process of the job died or does not answer; the message names rank, stage and step."""
+
+    exit_status = 6
+
+
+class OutOfMemory(GalvatronError):
+    """A device ran out of memory; the message says what was predicted and what was in use, by stage."""
+
+    exit_status = 7
