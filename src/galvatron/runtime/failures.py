@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from galvatron.errors import GalvatronError
 
-__all__ = ["report_failures"]
+__all__ = ["is_symptom", "report_failures"]
 
 _KEY = "galvatron/failure"
 _SAID = "galvatron/said"
@@ -74,14 +74,13 @@ class _Hook:
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
-        first = self._first_failure(text, symptom=_is_symptom(error))
+        first = self._first_failure(text, symptom=is_symptom(error))
         if first.startswith(f"rank {self._rank} "):
             print(first, file=sys.stderr, flush=True)  # noqa: T201
         else:
-            summary = first.splitlines()
-            print(  # noqa: T201
-                f"rank {self._rank} stopped because {summary[0]} {summary[-1]}", file=sys.stderr, flush=True
-            )
+            said = first.splitlines()
+            summary = said[0] if len(said) == 1 else f"{said[0]} {said[-1]}"
+            print(f"rank {self._rank} stopped because {summary}", file=sys.stderr, flush=True)  # noqa: T201
         self._end(1)
 
     def _first_failure(self, text: str, *, symptom: bool) -> str:
@@ -102,6 +101,7 @@ class _Hook:
         os._exit(status)
 
 
-def _is_symptom(error: BaseException) -> bool:
+def is_symptom(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
     text = f"{type(error).__name__} {error}".lower()
     return isinstance(error, dist.DistError | ConnectionError) or any(word in text for word in _SYMPTOMS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.optim import Optimizer
 
 from galvatron.models.layer import Batch
@@ -18,6 +20,7 @@ from galvatron.runtime.norm import clip_, gradient_norm
 from galvatron.runtime.pipeline import Pipeline
 from galvatron.runtime.randomness import restored
 from galvatron.runtime.state import whole
+from galvatron.runtime.stopwatch import Stopwatch
 from galvatron.runtime.units import LocalParameter, Unit
 
 __all__ = ["ParallelModel"]
@@ -52,6 +55,7 @@ class ParallelModel:
         self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
         self._shapes = shapes
         self._iteration = 0
+        self._loss: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -74,12 +78,20 @@ class ParallelModel:
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def optimizer(self, kind: Callable[..., Optimizer] = torch.optim.AdamW, **options: Any) -> Optimizer:
-        """An optimizer over this rank's parameters, fused where PyTorch has that."""
-        parameters = list(self.parameters())
+    def optimizer(
+        self, kind: Callable[..., Optimizer] = torch.optim.AdamW, *, decay_vectors: bool = True, **options: Any
+    ) -> Optimizer:
+        """An optimizer over this rank's parameters, fused where PyTorch has that.
+
+        ``decay_vectors`` False: weight decay for matrices only, not for biases and norms, as is usual.
+        """
         if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and "foreach" not in options:
             options.setdefault("fused", True)
-        return kind(parameters, **options)
+        if decay_vectors:
+            return kind(list(self.parameters()), **options)
+        matrices = [local.master for local in self.locals if len(local.piece.shape) > 1]
+        vectors = [local.master for local in self.locals if len(local.piece.shape) <= 1]
+        return kind([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options)
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient; the same on every rank."""
@@ -109,7 +121,8 @@ class ParallelModel:
             yield self._reader.local(batch)
 
     def forward_backward(self, batch: Batch | LocalBatch) -> Tensor:
-        """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank.
+        """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
+        it late (after the optimizer's step), because that waits for all stages.
 
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """
@@ -130,6 +143,15 @@ class ParallelModel:
             parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
         self._iteration += 1
         return self._mean(loss)
+
+    @contextmanager
+    def timed(self) -> Iterator[Stopwatch]:
+        """Take the time of this rank's forward, backward (waiting included) and waiting for neighbours meanwhile."""
+        self._pipeline.stopwatch = Stopwatch(self.device)
+        try:
+            yield self._pipeline.stopwatch
+        finally:
+            self._pipeline.stopwatch = None
 
     def _set_aside(self) -> list[tuple[LocalParameter, Tensor]]:
         """Gradients of earlier calls, which are already summed over ranks and must not be summed again."""
@@ -153,10 +175,14 @@ class ParallelModel:
         return self._mean(loss)
 
     def _mean(self, loss: Tensor | None) -> Tensor:
-        """Put the last stage's sums together."""
+        """Put the last stage's sums together: under way until somebody reads it, because the first stages compute on
+        while the last ones could already update their weights."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         if loss is not None:
             total += loss.double() / self._loss_replicas
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        return total.float()
+            assert dist.group.WORLD is not None
+            if isinstance(self._loss, AsyncCollectiveTensor):
+                self._loss.wait()  # one that nobody reads would stay in PyTorch's list of works for ever
+            total = self._loss = all_reduce(total, "sum", dist.group.WORLD)
+        return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from galvatron.runtime.state import shapes_of
 from galvatron.runtime.transfer import Crossing, Side
 from galvatron.runtime.units import LocalParameter
 from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups, tie_group
+from galvatron.runtime.world import join, own_device
 from galvatron.spec import Layout, Precision
 
 __all__ = ["parallelize"]
@@ -63,39 +63,17 @@ def parallelize(
     family (see :func:`galvatron.models.registry.cut`). Raises :class:`galvatron.InvalidInput` before anything is
     allocated if model, plan and number of processes do not go together.
     """
-    _join()
+    join()
     report_failures()
     check_world(plan, dist.get_world_size())
     cut = cut_model(_stock(model, plan), example, loss)
     check_model(plan, cut)
     source = _weights(cut, model, weights, seed)
-    where = torch.device(device) if device is not None else _own_device()
+    where = torch.device(device) if device is not None else own_device()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)
     settings = Settings(device=where, dtype=narrow, master_dtype=wide, seed=seed)
     return _Builder(plan, cut, settings).build(source)
-
-
-def _join() -> None:
-    """Join the other processes, if the program has not done so."""
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        raise InvalidInput(
-            "no process group: start the program with torchrun, or call torch.distributed.init_process_group first"
-        )
-    if torch.cuda.is_available():
-        device = _own_device()
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-
-
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def _stock(model: Model, plan: Plan) -> nn.Module:

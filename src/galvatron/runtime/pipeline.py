@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from galvatron.models.layer import Activations
 from galvatron.runtime.batches import LocalBatch
 from galvatron.runtime.schedule import Action
 from galvatron.runtime.stage import Stage
+from galvatron.runtime.stopwatch import Stopwatch
 from galvatron.runtime.transfer import Crossing
 
 __all__ = ["Neighbours", "Pipeline"]
@@ -53,6 +55,8 @@ class Pipeline:
     dtype: torch.dtype
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
+    stopwatch: Stopwatch | None = None
+    """Takes the time of forward, backward and waiting for neighbours while there is one."""
     _sending: dict[Crossing, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
 
     def run(self, batch: LocalBatch, iteration: int) -> Tensor | None:
@@ -97,19 +101,22 @@ class Pipeline:
         inputs: Activations = ()
         if self.neighbours.receive_forward is not None:
             inputs = self.empty_inputs(batch)
-            self.neighbours.receive_forward.receive(inputs)
+            with self._timed("waiting"):
+                self.neighbours.receive_forward.receive(inputs)
             for tensor in inputs:
                 tensor.requires_grad_(torch.is_grad_enabled())
-        outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
+        with self._timed("forward"):
+            outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
         if self.neighbours.send_forward is not None:
             self._send(self.neighbours.send_forward, outputs)
         return inputs, outputs
 
     def _backward(self, done: _Pass) -> None:
-        if done.loss is not None:
-            torch.autograd.backward(done.loss)
-        else:
-            torch.autograd.backward(done.edges, self._received(done.shapes))
+        with self._timed("backward"):
+            if done.loss is not None:
+                torch.autograd.backward(done.loss)
+            else:
+                torch.autograd.backward(done.edges, self._received(done.shapes))
         if self.neighbours.send_backward is not None:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
@@ -117,8 +124,12 @@ class Pipeline:
         """The gradients of a micro-batch's outputs."""
         assert self.neighbours.receive_backward is not None
         gradients = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-        self.neighbours.receive_backward.receive(gradients)
+        with self._timed("waiting in backward"):
+            self.neighbours.receive_backward.receive(gradients)
         return gradients
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch(name)
 
     def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         """Start sending. With gloo a send is not done before it was waited for, so the one before it is waited for

@@ -1,0 +1,122 @@
+"""``galvatron train``: from a model's name, or a plan, to a trained model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from galvatron.cli import options as opt
+from galvatron.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from galvatron.plans.plan import Plan
+    from galvatron.plans.setup import Setup
+    from galvatron.train.settings import Settings
+
+__all__ = ["command"]
+
+
+@opt.takes_setup("paper")
+def command(
+    setup: Setup,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL|PLAN", help="A model as for 'galvatron plan', or a plan file; left out to resume."),
+    ] = None,
+    out: Annotated[str, typer.Option("--out", help="Folder of the run.")] = "runs/latest",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine; or as for plan.")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder, 'bytes', or 'train'.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Folder of safetensors to start from.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Highest (3e-4).")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
+    decay: Annotated[str | None, typer.Option(help="cosine (default), linear or constant.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of matrices (default 0.01).")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm (default 1); 0: not clipped.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, dropout and order of samples (default 0).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints kept (default 3).")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start again from the last checkpoint so often.")] = 0,
+    replan: Annotated[bool, typer.Option("--replan", help="With fewer devices left, plan anew and go on.")] = False,
+    timeout: Annotated[str | None, typer.Option(help="A rank without a sign for so long hangs (5min).")] = None,
+    trace: Annotated[int | None, typer.Option(help="Write a profiler trace of this step.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = False,
+    wandb: Annotated[str | None, typer.Option(help="Log to this Weights & Biases project too.")] = None,
+) -> None:
+    """Train MODEL on this machine: profile it, plan, start the processes, train, and compare with the prediction.
+
+    Under torchrun (several machines) each process is one rank, and a plan must be given.
+    """
+    from galvatron.train.settings import Decay
+    from galvatron.train.start import Asked, train
+    from galvatron.units import parse_seconds
+
+    said: dict[str, Any] = {
+        "steps": steps,
+        "data": data,
+        "tokenizer": tokenizer,
+        "weights": weights,
+        "learning_rate": learning_rate,
+        "warmup": warmup,
+        "decay": None if decay is None else _chosen(decay, [*Decay]),
+        "weight_decay": weight_decay,
+        "clip": clip,
+        "seed": seed,
+        "workers": workers,
+        "evaluate_every": evaluate_every,
+        "save_every": save_every,
+        "keep": keep,
+        "timeout_s": None if timeout is None else parse_seconds(timeout, where="timeout"),
+        "trace_step": trace,
+        "tensorboard": tensorboard or None,
+        "wandb": wandb,
+    }
+    for name, value in (("devices", devices), ("max-restarts", max_restarts)):
+        if value is not None and value < (1 if name == "devices" else 0):
+            raise InvalidInput(f"{name}: {value} given; expected at least {1 if name == 'devices' else 0}")
+    asked = Asked(
+        source=model,
+        out=Path(out),
+        settings=_settings(Path(out), {name: value for name, value in said.items() if value is not None}, resume),
+        setup=setup,
+        devices=devices,
+        cluster=cluster,
+        resume=resume,
+        max_restarts=max_restarts,
+        replan=replan,
+    )
+    train(asked, _show, lambda text: opt.show(text))
+
+
+def _settings(out: Path, said: dict[str, Any], resume: bool) -> Settings:
+    """What was said, over what the run that is resumed was started with."""
+    from galvatron.train.run_folder import RunFolder
+    from galvatron.train.settings import Settings
+
+    if said.get("clip") == 0:
+        said["clip"] = None
+    file = RunFolder(out).settings_file
+    return replace(Settings.load(file), **said) if resume and file.exists() else Settings(**said)
+
+
+def _chosen(given: str, known: list[Any]) -> Any:
+    for each in known:
+        if each == given:
+            return each
+    raise InvalidInput(f"decay: {given!r} is unknown; choose one of {', '.join(known)}")
+
+
+def _show(plan: Plan) -> None:
+    from galvatron.plans.render import plan_view
+
+    opt.show(plan_view(plan))

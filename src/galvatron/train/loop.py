@@ -1,0 +1,182 @@
+"""The training loop of one rank. All ranks take the same turns at the same steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from galvatron.checkpoints.checkpoints import Checkpoints
+from galvatron.data.dataset import Dataset, evaluation_batches
+from galvatron.data.loader import Loader
+from galvatron.errors import NonFinite
+from galvatron.models.layer import IGNORED
+from galvatron.runtime.model import ParallelModel
+from galvatron.train.agreement import Agreement
+from galvatron.train.memory import PeakMemory, used_bytes
+from galvatron.train.metrics import Sink
+from galvatron.train.progress import Display
+from galvatron.train.rate import learning_rate
+from galvatron.train.run_folder import RunFolder
+from galvatron.train.settings import Settings
+from galvatron.train.signals import StopRequest
+from galvatron.train.throughput import Throughput
+from galvatron.train.timing import IterationTimes
+from galvatron.train.watch import Watch
+
+__all__ = ["Loop", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How training ended."""
+
+    step: int
+    stopped: bool
+    """By a signal, before the last step."""
+    losses: tuple[float, ...]
+    """Of the steps that this process ran."""
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """What a rank trains with."""
+
+    folder: RunFolder
+    settings: Settings
+    model: ParallelModel
+    optimizer: Optimizer
+    loader: Loader
+    held_out: Dataset | None
+    checkpoints: Checkpoints
+    watch: Watch
+    stop: StopRequest
+    agreement: Agreement
+    times: IterationTimes
+    memory: PeakMemory
+    sinks: list[Sink]
+    """Empty on all ranks but 0."""
+    display: Display | None
+    """Of rank 0."""
+    device_name: str
+    step: int = 0
+    """The last one done."""
+
+    def run(self) -> Outcome:
+        losses: list[float] = []
+        first = self.step
+        stopped = False
+        for step in range(first + 1, self.settings.steps + 1):
+            last = step == self.settings.steps
+            saves = last or self._due(self.settings.save_every, step)
+            evaluates = self.held_out is not None and self._due(self.settings.evaluate_every, step)
+            traced = self.settings.trace_step == step
+            with self.times.step(plain=not traced), self._traced(traced):
+                self.agreement.ask(self.stop.made)
+                figures = self._iteration(step)
+                stopped = self.agreement.answer() and not last
+            self.step = step
+            losses.append(figures["loss"])
+            self.memory.step_done(step - first)
+            if evaluates:
+                figures["evaluation_loss"] = self._evaluate(step)
+            self._show(step, figures)
+            if saves or stopped:
+                self._save(step, wait=last or stopped)
+            if stopped:
+                break
+        self.checkpoints.finish()
+        return Outcome(self.step, stopped, tuple(losses))
+
+    @staticmethod
+    def _due(every: int | None, step: int) -> bool:
+        return every is not None and step % every == 0
+
+    def _iteration(self, step: int) -> dict[str, float]:
+        before = self.loader.position
+        self.watch.at(step, "data")
+        with self.times.data():
+            batch = next(self.loader)
+        self.watch.at(step, "forward and backward")
+        rate = learning_rate(step, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.model.forward_backward(batch)
+        clip = self.settings.clip
+        norm = self.model.gradient_norm() if clip is None else self.model.clip_gradients(clip)
+        figures = {"loss": float(loss), "gradient_norm": float(norm), "learning_rate": rate}
+        self._check_finite(step, figures, before.samples_seen)
+        self.watch.at(step, "optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return figures
+
+    def _check_finite(self, step: int, figures: dict[str, float], samples_before: int) -> None:
+        """Both figures are the same on every rank, so all of them stop here, before any weight changes."""
+        wrong = [name for name in ("loss", "gradient_norm") if not math.isfinite(figures[name])]
+        if not wrong:
+            return
+        batch = self.model.plan.batch
+        indices = [index for _, index in self.loader.indices(samples_before, batch)]
+        message = (
+            f"step {step}: the {' and the '.join(name.replace('_', ' ') for name in wrong)} is not finite (loss "
+            f"{figures['loss']}, gradient norm {figures['gradient_norm']}); weights are as after step {step - 1}. "
+            f"Its {batch} samples are listed in {self.folder.failure_file}; look at them, or lower the learning rate"
+        )
+        if self.model.rank == 0:
+            self.folder.write_failure({"message": message, "step": step, **figures, "samples": indices})
+        raise NonFinite(message)
+
+    def _evaluate(self, step: int) -> float:
+        """The mean loss over held-out samples, each batch weighed by its targets."""
+        self.watch.at(step, "evaluation")
+        assert self.held_out is not None
+        batch = self.model.plan.batch
+        total, count = 0.0, 0
+        for rows in evaluation_batches(self.held_out, batch=batch, most=batch * self.settings.evaluate_batches):
+            targets = _targets(rows)
+            total += float(self.model.evaluate(rows)) * targets
+            count += targets
+            self.watch.at(step, f"evaluation after {count} targets")
+        return total / max(count, 1)
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        self.watch.at(step, "saving")
+        self.checkpoints.save(
+            self.model, self.optimizer, {"data": self.loader.position.to_json()}, step=step, wait=wait
+        )
+
+    def _show(self, step: int, figures: dict[str, float]) -> None:
+        if self.display is None:
+            return
+        speed = Throughput.of(self.model.plan, self.times.last_s, self.device_name)
+        figures["iteration_s"] = self.times.last_s
+        figures["samples_per_s"] = speed.samples_per_s
+        if speed.tokens_per_s is not None:
+            figures["tokens_per_s"] = speed.tokens_per_s
+        if speed.peak_share is not None:
+            figures["peak_share"] = speed.peak_share
+        figures["memory_bytes"] = float(used_bytes(self.model.device))
+        figures["epoch"] = self.loader.epoch
+        for sink in self.sinks:
+            sink.write(step, figures)
+        self.display.step(step, figures)
+
+    @contextmanager
+    def _traced(self, traced: bool) -> Iterator[None]:
+        """Write what the profiler sees of this step, each rank its own file, for chrome://tracing or Perfetto."""
+        if not traced:
+            yield
+            return
+        with torch.profiler.profile() as profile:
+            yield
+        profile.export_chrome_trace(str(self.folder.path / f"trace-rank{self.model.rank}.json"))
+
+
+def _targets(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] != IGNORED).sum())

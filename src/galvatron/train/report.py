@@ -1,0 +1,140 @@
+"""At the end of a run: what was predicted, what was measured, and what explains the difference. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from galvatron.plans.plan import Plan, PlannedStage
+from galvatron.units import format_bytes, format_seconds
+
+__all__ = ["RankTimes", "Report", "report_view"]
+
+_WORTH_SAYING = 0.02
+"""Parts of the difference below this share of the iteration are not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Where an iteration of one rank went, in seconds (medians), and the most memory its tensors had."""
+
+    work_s: float
+    """Forward and backward of all micro-batches, with the collectives inside."""
+    waiting_s: float
+    """For the neighbouring stages."""
+    data_s: float
+    """For the next batch."""
+    rest_s: float
+    """After the last backward: sums of gradients, clipping, the optimizer's step."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage, the slowest and the fullest of its ranks."""
+
+    stage: int
+    predicted: RankTimes
+    measured: RankTimes
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    predicted_s: float
+    measured_s: float
+    """Median of the iterations that neither saved nor evaluated."""
+    samples_per_s: float
+    stages: tuple[StageReport, ...]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, ranks: Sequence[RankTimes], iteration_s: float, losses: Sequence[float], steps: int
+    ) -> Report:
+        stages = []
+        for number, stage in enumerate(plan.stages):
+            own = [ranks[rank] for rank in stage.devices]
+            slowest = max(own, key=lambda times: times.work_s)
+            fullest = max(times.memory_bytes for times in own)
+            measured = RankTimes(slowest.work_s, slowest.waiting_s, slowest.data_s, slowest.rest_s, fullest)
+            stages.append(StageReport(number, _predicted(plan, stage), measured, plan.memory_budget_bytes))
+        return cls(steps, losses[0], losses[-1], plan.iteration_s, iteration_s, plan.batch / iteration_s, tuple(stages))
+
+    @property
+    def difference(self) -> float:
+        """Measured over predicted, less one."""
+        return self.measured_s / self.predicted_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "difference": self.difference, "explanation": list(explanation(self))}
+
+
+def _predicted(plan: Plan, stage: PlannedStage) -> RankTimes:
+    """The plan's figures in the same parts. What a stage neither works nor does once an iteration it waits."""
+    use, count = stage.time, plan.micro_batches
+    work_s = count * (use.compute_s + use.tp_s + use.sdp_s + use.layout_s)
+    rest_s = use.sync_s + use.optimizer_s
+    waiting_s = max(0.0, plan.iteration_s - work_s - rest_s) if plan.pipeline_degree > 1 else 0.0
+    return RankTimes(work_s, waiting_s, 0.0, rest_s, stage.memory_bytes - stage.memory.reserved)
+
+
+def explanation(report: Report) -> Iterator[str]:
+    """What makes up the difference in the stage that works most, the largest part first."""
+    slowest = max(report.stages, key=lambda stage: stage.measured.work_s)
+    measured, predicted = slowest.measured, slowest.predicted
+    parts = {
+        "forward and backward": measured.work_s - predicted.work_s,
+        "waiting for neighbouring stages": measured.waiting_s - predicted.waiting_s,
+        "waiting for data": measured.data_s,
+        "gradient sums, clipping and the optimizer's step": measured.rest_s - predicted.rest_s,
+    }
+    total = report.measured_s - report.predicted_s
+    parts["everything else"] = total - sum(parts.values())
+    for name, seconds in sorted(parts.items(), key=lambda part: -abs(part[1])):
+        if abs(seconds) > _WORTH_SAYING * report.measured_s:
+            sign = "+" if seconds > 0 else "−"
+            yield f"{name}: {sign}{format_seconds(abs(seconds))} (stage {slowest.stage})"
+
+
+def report_view(plan: Plan, report: Report) -> RenderableType:
+    title = Text("predicted and measured", style="bold")
+    title.append(
+        f"  iteration {format_seconds(report.predicted_s)} predicted, {format_seconds(report.measured_s)} measured "
+        f"({report.difference:+.1%}); {report.samples_per_s:.1f} samples/s; "
+        f"loss {report.first_loss:.4f} → {report.last_loss:.4f} in {report.steps} steps",
+        style="default",
+    )
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    columns = ("stage", "forward and backward", "waiting", "data", "sums and optimizer", "peak memory of tensors")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for stage in report.stages:
+        predicted, measured = stage.predicted, stage.measured
+        memory = f"{format_bytes(predicted.memory_bytes)} → {format_bytes(measured.memory_bytes)}"
+        if measured.memory_bytes:
+            memory += f" ({measured.memory_bytes / predicted.memory_bytes - 1:+.1%})"
+        table.add_row(
+            str(stage.stage),
+            _pair(predicted.work_s, measured.work_s),
+            _pair(predicted.waiting_s, measured.waiting_s),
+            format_seconds(measured.data_s),
+            _pair(predicted.rest_s, measured.rest_s),
+            memory,
+        )
+    lines = [Text(f"the difference: {line}", style="dim") for line in explanation(report)]
+    return Group(title, table, *lines)
+
+
+def _pair(predicted_s: float, measured_s: float) -> str:
+    return f"{format_seconds(predicted_s)} → {format_seconds(measured_s)}"

@@ -1,0 +1,88 @@
+"""The folder of a run: what was asked, the plan, checkpoints and metrics, each in its place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from galvatron.errors import InvalidInput
+from galvatron.plans.plan import Plan
+from galvatron.train.settings import Settings
+
+__all__ = ["RunFolder"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names and formats of a run's files."""
+
+    path: Path
+
+    @property
+    def settings_file(self) -> Path:
+        return self.path / "settings.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def cache(self) -> Path:
+        """Tokens and a tokenizer made for this run."""
+        return self.path / "data"
+
+    @property
+    def failure_file(self) -> Path:
+        """What stopped the run, where something did."""
+        return self.path / "failure.json"
+
+    def begin(self, plan: Plan, settings: Settings) -> None:
+        """Write down what is about to run."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.settings_file.write_text(json.dumps(settings.to_dict(), indent=1) + "\n", encoding="utf-8")
+            self.failure_file.unlink(missing_ok=True)
+            self.outcome_file.unlink(missing_ok=True)
+        except OSError as error:
+            raise InvalidInput(f"out: cannot write to {str(self.path)!r}: {error.strerror or error}") from error
+        plan.save(self.plan_file)
+
+    def load(self) -> tuple[Plan, Settings]:
+        return Plan.load(self.plan_file), Settings.load(self.settings_file)
+
+    def check_new(self) -> None:
+        """A run does not overwrite another one."""
+        if self.plan_file.exists():
+            raise InvalidInput(
+                f"out: {str(self.path)!r} already holds a run; go on with it (--resume) or give another folder (--out)"
+            )
+
+    def check_started(self) -> None:
+        if not self.plan_file.exists():
+            raise InvalidInput(f"resume: there is no run in {str(self.path)!r}; start one without --resume")
+
+    @property
+    def outcome_file(self) -> Path:
+        """How the last start of the run ended, where it ended in order."""
+        return self.path / "outcome.json"
+
+    def write_outcome(self, step: int, *, stopped: bool) -> None:
+        content = {"step": step, "stopped": stopped}
+        self.outcome_file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def write_failure(self, facts: dict[str, Any]) -> None:
+        self.failure_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

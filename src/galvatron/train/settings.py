@@ -1,0 +1,128 @@
+"""What may be said about a training run, checked before any process starts. No torch: the launcher reads it too."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from galvatron.errors import InvalidInput
+
+__all__ = ["Decay", "Settings"]
+
+
+class Decay(StrEnum):
+    """How the learning rate falls after warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """A training run besides its plan."""
+
+    steps: int = 100
+    """Optimizer steps in all, those before a resume included."""
+    learning_rate: float = 3e-4
+    warmup: int | None = None
+    """Steps of linear warm-up; None: a tenth of all."""
+    decay: Decay = Decay.COSINE
+    final_rate: float = 0.1
+    """Learning rate at the end, as a share of the highest."""
+    weight_decay: float = 0.01
+    """Of matrices; vectors (biases, norms) are left alone."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float | None = 1.0
+    """Largest norm of the gradient; None: it is not clipped."""
+    seed: int = 0
+    """Of initial weights, dropout and the order of samples."""
+    data: str | None = None
+    """A file or folder; None: synthetic."""
+    tokenizer: str | None = None
+    workers: int = 0
+    """Processes that prepare batches beside each rank; 0: the rank itself does, between steps."""
+    weights: str | None = None
+    """A folder of safetensors to start from."""
+    evaluate_every: int | None = None
+    """Steps between evaluations on held-out samples; None: never."""
+    held_out: float = 0.05
+    """Share of the samples that are held out where there are evaluations."""
+    evaluate_batches: int = 4
+    save_every: int | None = None
+    """Steps between checkpoints; None: at the end only."""
+    keep: int = 3
+    """Checkpoints kept."""
+    timeout_s: float = 300.0
+    """A rank that gives no sign for so long hangs."""
+    trace_step: int | None = None
+    """Step of which a profiler trace is written."""
+    tensorboard: bool = False
+    wandb: str | None = None
+    """Project on Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise InvalidInput(f"{_option(name)}: {value} given; expected at least {least}")
+        for name in ("learning_rate", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected more than 0")
+        for name in ("final_rate", "held_out"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a share from 0 to 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidInput(f"betas: {self.betas} given; expected two numbers from 0 to below 1")
+        if self.warmup is not None and self.warmup > self.steps:
+            raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
+        if self.evaluate_every is not None and not self.held_out:
+            raise InvalidInput("held-out: 0 given, but evaluations are asked for; give a share above 0")
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.steps // 10 if self.warmup is None else self.warmup
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def load(path: Path) -> Settings:
+        """Read back what a run was started with."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+        known = {field.name for field in fields(Settings)}
+        if not isinstance(content, dict) or set(content) - known:
+            unknown = ", ".join(sorted(set(content) - known)) if isinstance(content, dict) else repr(content)
+            raise InvalidInput(f"{path}: {unknown} is no setting of a run; expected {', '.join(sorted(known))}")
+        try:
+            content["decay"] = Decay(content.get("decay", Decay.COSINE))
+            content["betas"] = tuple(content.get("betas", (0.9, 0.999)))
+            return Settings(**content)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{path}: {error}; start the run anew") from error
+
+
+_LEAST = {
+    "steps": 1,
+    "warmup": 0,
+    "weight_decay": 0,
+    "clip": 1e-12,
+    "seed": 0,
+    "workers": 0,
+    "evaluate_every": 1,
+    "evaluate_batches": 1,
+    "save_every": 1,
+    "keep": 1,
+    "trace_step": 1,
+}
+
+
+def _option(name: str) -> str:
+    return name.removesuffix("_s").replace("_", "-")

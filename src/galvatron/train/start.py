@@ -1,0 +1,201 @@
+"""From what a user asks for to a run: detect the devices, profile, plan, launch, and go on after failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from galvatron.errors import GalvatronError, Infeasible, InvalidInput, RankFailure
+from galvatron.plans.advice import make_plan
+from galvatron.plans.plan import Plan
+from galvatron.plans.setup import Setup, request_for
+from galvatron.spec import ModelSpec
+from galvatron.train.metrics import check_sinks
+from galvatron.train.run_folder import RunFolder
+from galvatron.train.settings import Settings
+
+__all__ = ["Asked", "is_plan", "train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A run as it is asked for."""
+
+    source: str | None
+    """A model or a plan file; None: that of the run to go on with."""
+    out: Path
+    settings: Settings
+    setup: Setup
+    devices: int | None = None
+    """None: all GPUs, or as many processes as there are CPU cores."""
+    cluster: str = "auto"
+    """"auto": profile this machine."""
+    resume: bool = False
+    max_restarts: int = 0
+    replan: bool = False
+
+
+def is_plan(source: str) -> bool:
+    """Whether a file is a plan (and not, say, a model's ``config.json``)."""
+    path = Path(source)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return True  # whatever reads plans will say what is wrong with it
+    return isinstance(content, dict) and "stages" in content
+
+
+def train(asked: Asked, show: Callable[[Plan], None], say: Callable[[str], None]) -> None:
+    """Train; returns when all steps are done or the run was stopped in order. ``show``: a plan, before it runs."""
+    folder = RunFolder(asked.out)
+    check_sinks(asked.settings)
+    if "RANK" in os.environ:
+        _as_rank(asked, folder)
+        return
+    (folder.check_started if asked.resume else folder.check_new)()
+    plan = _first_plan(asked, folder, say)
+    show(plan)
+    _check_runnable(plan)
+    folder.begin(plan, asked.settings)
+    _run(asked, folder, plan, show, say)
+
+
+def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], None], say: Callable[[str], None]) -> None:
+    from galvatron.train.launch import launch  # torch takes seconds
+
+    for left in range(asked.max_restarts, -1, -1):
+        ended = launch(folder, plan.cluster.devices)
+        if not ended.status:
+            return
+        if not ended.may_try_again or not left:
+            raise _Failed(ended.message, ended.status)
+        say(f"error: {ended.message}")
+        if asked.replan:
+            remaining = _devices_left(plan.cluster.devices, len(ended.ranks))
+            if remaining < plan.cluster.devices:
+                plan = _replanned(asked, plan, remaining, say)
+                show(plan)
+                folder.begin(plan, asked.settings)
+        say(f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left} restarts left)")
+
+
+class _Failed(GalvatronError):
+    """A failed run ends with the status of what failed."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.exit_status = status
+
+
+def _as_rank(asked: Asked, folder: RunFolder) -> None:
+    """Under torchrun this process is one of the ranks; the plan must be there, because planning needs all of them."""
+    from galvatron.train.worker import train_rank
+
+    again = asked.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if not again and (asked.source is None or not is_plan(asked.source)):
+        raise InvalidInput(
+            f"under torchrun a plan is needed, but {asked.source!r} given; make one first: torchrun … -m galvatron "
+            "profile cluster -o cluster.toml, then galvatron plan … --cluster cluster.toml -o plan.json"
+        )
+    if os.environ["RANK"] == "0":  # the others read what it writes when all have joined
+        (folder.check_started if again else folder.check_new)()
+        if not again:
+            assert asked.source is not None
+            plan = Plan.load(asked.source)
+            _check_runnable(plan)
+            folder.begin(plan, asked.settings)
+    train_rank(folder.path)
+
+
+# Plans
+
+
+def _first_plan(asked: Asked, folder: RunFolder, say: Callable[[str], None]) -> Plan:
+    if asked.resume:
+        plan = Plan.load(folder.plan_file)
+        if asked.source is not None and is_plan(asked.source):
+            return Plan.load(asked.source)
+        wanted = asked.devices or (_devices_here() if asked.replan else plan.cluster.devices)
+        return plan if wanted == plan.cluster.devices else _replanned(asked, plan, wanted, say)
+    if asked.source is None:
+        raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
+    if is_plan(asked.source):
+        plan = Plan.load(asked.source)
+        if asked.devices not in (None, plan.cluster.devices):
+            raise InvalidInput(
+                f"devices: {asked.devices} given, but the plan is for {plan.cluster.devices}; plan anew for that many"
+            )
+        return plan
+    return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), say)
+
+
+def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, say: Callable[[str], None]) -> Plan:
+    """The best plan for this machine, from measured figures unless a cluster is given."""
+    if asked.cluster != "auto":
+        return make_plan(request_for(model, asked.cluster, setup))
+    from galvatron.profiler.clusters import profile_cluster
+    from galvatron.profiler.layers import profile_model
+
+    cluster = profile_cluster(devices, progress=say)
+    request = request_for(model, cluster, setup)
+    if request.profile is None:
+        request = replace(request, profile=profile_model(request.model, cluster, progress=say))
+    return make_plan(request)
+
+
+def _replanned(asked: Asked, plan: Plan, devices: int, say: Callable[[str], None]) -> Plan:
+    """For fewer devices (or more): the same model and batch, so that training goes on as it was. If so many devices
+    cannot be used, the next smaller number that can."""
+    setup = replace(asked.setup, batch=plan.batch)
+    for count in range(devices, 0, -1):
+        try:
+            return _planned(asked, plan.model.spec(), setup, count, say)
+        except Infeasible as error:
+            say(f"no plan for {count} devices: {error}")
+    raise RankFailure(f"no plan fits on the {devices} devices that are left; the run's checkpoints are in {asked.out}")
+
+
+def _check_runnable(plan: Plan) -> None:
+    if plan.model.config is None:
+        raise InvalidInput(
+            f"model.config: null in this plan, because {plan.model.name!r} was described by figures alone; plan a "
+            "model from a preset or a Hugging Face configuration"
+        )
+
+
+# Devices
+
+
+def _devices_here() -> int:
+    """GPUs, or CPU cores where there are none; asked in another process, because CUDA must not be used in this one."""
+    gpus = _gpus()
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _gpus() -> int:
+    """Those that answer."""
+    script = (
+        "import torch\n"
+        "good = 0\n"
+        "for index in range(torch.cuda.device_count()):\n"
+        "    try:\n"
+        "        torch.ones(1, device=f'cuda:{index}').item()\n"
+        "        good += 1\n"
+        "    except RuntimeError:\n"
+        "        pass\n"
+        "print(good)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def _devices_left(devices: int, failed: int) -> int:
+    """GPUs that still answer; among CPU processes those that did not fail."""
+    return min(devices, _gpus() or devices - failed)

@@ -1,0 +1,176 @@
+"""Each rank's watch: a thread that tells the others it lives, and ends the process when the job cannot go on.
+
+The first rank of each host, and rank 1, look after all. A rank that has died or hangs is found by them, named in the
+store that all ranks share, and whoever reads that stops at once, also while it waits in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from galvatron.errors import RankFailure
+from galvatron.train.beats import Beat, Sighting, describe, judge, where_am_i
+from galvatron.train.signals import StopRequest
+
+__all__ = ["Watch"]
+
+_OVER = "galvatron/over"
+"""Says why the job is over, once somebody knows."""
+_GRACE_S = 1.0
+"""Between learning that the job is over and ending this process: its own error may be about to be shown."""
+
+
+class Watch:
+    """Runs from :meth:`start` to :meth:`done`."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        stages: Sequence[int],
+        store: Any,
+        stop: StopRequest,
+        timeout_s: float,
+        record: Callable[[dict[str, Any]], None],
+        memory_bytes: Callable[[], int],
+    ) -> None:
+        """``stages``: of each rank; ``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
+        self._rank, self._stages, self._store, self._stop = rank, stages, store, stop
+        self._timeout_s, self._record, self._memory_bytes = timeout_s, record, memory_bytes
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._step, self._phase, self._number = 0, "starting", 0
+        self._sightings: dict[int, Sighting] = {}
+        self._observes = rank == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self._interval_s = min(1.0, timeout_s / 10)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._beat()
+        self._thread.start()
+
+    def at(self, step: int, phase: str) -> None:
+        """Where training is."""
+        self._step, self._phase = step, phase
+
+    def done(self) -> None:
+        """The rank ends in order; whoever looks must not miss it."""
+        self._phase = "done"
+        self._ended.set()
+        self._thread.join()
+        with suppress(Exception):
+            self._beat()
+
+    def fail(self, message: str, step: int) -> None:
+        """The rank ends with an error of its own: the others stop, and its own words stay."""
+        self._ended.set()
+        with suppress(Exception):
+            self._claim(message, [self._rank], step)
+
+    def wait_for_the_end(self, seconds: float) -> None:
+        """For a rank that cannot go on and does not know why: the thread ends the process if it learns more."""
+        self._thread.join(seconds)
+
+    def beats(self) -> list[Beat]:
+        """The last sign of each rank."""
+        try:
+            keys = [_key(rank) for rank in range(len(self._stages))]
+            return [Beat.decode(text) for text in self._store.multi_get(keys)]
+        except Exception:  # the store is gone, or a rank has not said anything yet
+            return []
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._stop.wait(self._interval_s)
+            try:
+                self._beat()
+                if self._store.check([_OVER]):
+                    self._end(f"stopped because {self._store.get(_OVER).decode()}")
+                if self._observes:
+                    self._observe()
+            except Exception:  # the store is gone, and with it the job
+                if not self._ended.is_set():
+                    self._end("stopped because the connection to the launcher broke")
+
+    def _beat(self) -> None:
+        self._number += 1
+        where, waiting = where_am_i()
+        beat = Beat(
+            rank=self._rank,
+            stage=self._stages[self._rank],
+            host=self._host,
+            pid=self._pid,
+            number=self._number,
+            step=self._step,
+            phase=self._phase,
+            where=where,
+            waiting=waiting,
+            memory_bytes=self._memory_bytes(),
+        )
+        self._store.set(_key(self._rank), beat.encode())
+
+    def _observe(self) -> None:
+        now = time.monotonic()
+        present = [rank for rank in range(len(self._stages)) if self._store.check([_key(rank)])]
+        for rank, text in zip(present, self._store.multi_get([_key(rank) for rank in present]), strict=True):
+            beat = Beat.decode(text)
+            self._sightings.setdefault(rank, Sighting(beat, now, now)).see(beat, now)
+        gone = [each.beat for each in self._sightings.values() if self._is_gone(each.beat)]
+        if gone:
+            self._conclude(f"{describe(gone[0])} died", [beat.rank for beat in gone])
+            return
+        if len(self._sightings) == len(self._stages):
+            verdict = judge([self._sightings[rank] for rank in sorted(self._sightings)], now, self._timeout_s)
+            if verdict is not None:
+                self._conclude(verdict.message, list(verdict.ranks))
+
+    def _is_gone(self, beat: Beat) -> bool:
+        """Whether a process of this host does not exist any more and did not say that it was done."""
+        if beat.host != self._host or beat.phase == "done" or beat.rank == self._rank:
+            return False
+        try:
+            os.kill(beat.pid, 0)
+        except ProcessLookupError:
+            return Beat.decode(self._store.get(_key(beat.rank))).phase != "done"
+        except PermissionError:
+            return False
+        return False
+
+    def _conclude(self, message: str, ranks: Sequence[int]) -> None:
+        """The first to know says so, and everybody stops. Stopped processes of this host do not end by themselves."""
+        first = self._claim(message, ranks, self._sightings[ranks[0]].beat.step)
+        for rank in ranks:
+            beat = self._sightings[rank].beat
+            if beat.host == self._host and rank != self._rank:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(beat.pid, signal.SIGKILL)
+        self._end(message if first else None)
+
+    def _claim(self, message: str, ranks: Sequence[int], step: int) -> bool:
+        """Say why the job is over, unless somebody has said so already."""
+        first: bool = self._store.compare_set(_OVER, "", message).decode() == message
+        if first:
+            stage = self._stages[ranks[0]]
+            self._record({"message": message, "ranks": list(ranks), "stage": stage, "step": step})
+        return first
+
+    def _end(self, message: str | None) -> None:
+        if self._ended.wait(_GRACE_S):
+            return
+        if message is not None and not message.startswith("stopped"):
+            print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(RankFailure.exit_status)
+
+
+def _key(rank: int) -> str:
+    return f"galvatron/beat/{rank}"

@@ -1,0 +1,183 @@
+"""What runs on each rank of ``galvatron train``: started by the launcher, or by torchrun on several machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from galvatron.checkpoints.checkpoints import Checkpoints
+from galvatron.data.loader import Loader, Position
+from galvatron.data.opening import open_data
+from galvatron.errors import GalvatronError, OutOfMemory
+from galvatron.plans.plan import Plan
+from galvatron.runtime.checks import check_world
+from galvatron.runtime.failures import is_symptom, report_failures
+from galvatron.runtime.parallelize import parallelize
+from galvatron.runtime.world import join, own_device
+from galvatron.train.agreement import Agreement
+from galvatron.train.loop import Loop, Outcome
+from galvatron.train.memory import PeakMemory, used_bytes
+from galvatron.train.metrics import open_sinks
+from galvatron.train.progress import Display
+from galvatron.train.report import Report, report_view
+from galvatron.train.run_folder import RunFolder
+from galvatron.train.settings import Settings
+from galvatron.train.signals import StopRequest
+from galvatron.train.timing import IterationTimes
+from galvatron.train.watch import Watch
+from galvatron.units import format_bytes
+
+__all__ = ["train_rank"]
+
+_CUT_OFF_S = 15.0
+"""How long a rank that lost its connections waits to be told whose fault that is."""
+
+
+def train_rank(path: Path) -> None:
+    """Train this rank's share of the run in this folder, from its newest checkpoint if there is one."""
+    stop = StopRequest()
+    folder = RunFolder(path)
+    join()
+    plan, settings = folder.load()
+    report_failures()
+    check_world(plan, dist.get_world_size())
+    device, rank = own_device(), dist.get_rank()
+    watch = Watch(
+        rank=rank,
+        stages=_stages(plan),
+        store=dist.distributed_c10d._get_default_store().clone(),
+        stop=stop,
+        timeout_s=settings.timeout_s,
+        record=folder.write_failure,
+        memory_bytes=lambda: used_bytes(device),
+    )
+    watch.start()
+    loop: Loop | None = None
+    try:
+        loop = _prepared(folder, plan, settings, device, stop, watch)
+        outcome = loop.run()
+        _finish(folder, plan, loop, outcome)
+    except BaseException as error:
+        raise _said_to_all(error, plan, watch, rank, 0 if loop is None else loop.step + 1) from error
+    watch.done()
+    dist.destroy_process_group()
+
+
+def _stages(plan: Plan) -> list[int]:
+    return [number for number, stage in enumerate(plan.stages) for _ in stage.devices]
+
+
+def _prepared(
+    folder: RunFolder, plan: Plan, settings: Settings, device: torch.device, stop: StopRequest, watch: Watch
+) -> Loop:
+    assert plan.model.config is not None
+    data = open_data(
+        settings.data,
+        plan.model.config,
+        plan.model.training,
+        tokenizer=settings.tokenizer,
+        model_folder=None if settings.weights is None else Path(settings.weights),
+        seed=settings.seed,
+        cache=folder.cache,
+        held_out=settings.held_out if settings.evaluate_every else 0.0,
+    )
+    memory = PeakMemory(device)
+    model = parallelize(None, plan, weights=settings.weights, seed=settings.seed, device=device)
+    optimizer = model.optimizer(
+        torch.optim.AdamW,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        decay_vectors=False,
+    )
+    checkpoints = Checkpoints(folder.checkpoints, keep=settings.keep)
+    step, start = 0, None
+    if checkpoints.latest() is not None:
+        loaded = checkpoints.load(model, optimizer)
+        step, start = loaded.step, Position.from_json(loaded.progress["data"])
+    loader = Loader(
+        data.train,
+        batch=plan.batch,
+        seed=settings.seed,
+        workers=settings.workers,
+        start=start,
+        reads=model.rows_read(),
+    )
+    first = model.rank == 0
+    return Loop(
+        folder=folder,
+        settings=settings,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        held_out=data.held_out,
+        checkpoints=checkpoints,
+        watch=watch,
+        stop=stop,
+        agreement=Agreement(),
+        times=IterationTimes(model),
+        memory=memory,
+        sinks=open_sinks(folder.path, folder.metrics_file, settings, after_step=step) if first else [],
+        display=Display(settings.steps, step) if first else None,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else plan.cluster.facts.device.name,
+        step=step,
+    )
+
+
+def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None:
+    """Close what is open, and say how it went."""
+    loop.loader.close()
+    ranks = loop.times.of_all_ranks(loop.memory.bytes or 0, loop.agreement)
+    if loop.display is None:
+        return
+    for sink in loop.sinks:
+        sink.close()
+    loop.display.close()
+    folder.write_outcome(outcome.step, stopped=outcome.stopped)
+    if outcome.stopped:
+        loop.display.say(f"stopped after step {outcome.step}, which is saved; go on with --resume")
+    iteration_s = loop.times.iteration_s
+    if iteration_s is None or not outcome.losses:
+        return
+    report = Report.of(plan, ranks, iteration_s, outcome.losses, len(outcome.losses))
+    folder.report_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    loop.display.view(report_view(plan, report))
+
+
+# When something goes wrong
+
+
+def _said_to_all(error: BaseException, plan: Plan, watch: Watch, rank: int, step: int) -> BaseException:
+    """Let the other ranks know, and give the error its final words."""
+    if is_symptom(error) and not isinstance(error, GalvatronError):
+        watch.wait_for_the_end(_CUT_OFF_S)  # whoever finds the cause ends this process
+    if _is_out_of_memory(error):
+        error = OutOfMemory(_out_of_memory(error, plan, watch, rank, step))
+    stage = _stages(plan)[rank]
+    said = str(error) if isinstance(error, GalvatronError) else f"{type(error).__name__}: {error}"
+    watch.fail(f"rank {rank} (stage {stage}, step {step}): {said}", step)
+    return error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _out_of_memory(error: BaseException, plan: Plan, watch: Watch, rank: int, step: int) -> str:
+    """What was predicted and what is used, stage by stage, as far as the ranks have said."""
+    own = _stages(plan)[rank]
+    lines = [f"rank {rank} (stage {own}) ran out of memory at step {step}: {str(error).splitlines()[0]}"]
+    beats = watch.beats()
+    for number, stage in enumerate(plan.stages):
+        used = max((beat.memory_bytes for beat in beats if beat.stage == number), default=None)
+        lines.append(
+            f"  stage {number}: predicted {format_bytes(stage.memory_bytes)} (of it "
+            f"{format_bytes(stage.memory.reserved)} besides tensors), "
+            + ("nothing heard" if used is None else f"used {format_bytes(used)}")
+            + f", budget {format_bytes(plan.memory_budget_bytes)}"
+        )
+    lines.append("  plan for a smaller budget (--memory) or batch (--batch), or leave the devices to this run alone")
+    return "\n".join(lines)
