@@ -20,7 +20,7 @@ from galvatron.errors import InvalidInput
 from galvatron.models.hollow import without_weights
 from galvatron.spec import Attention, Training
 
-__all__ = ["build_meta", "without_weights"]
+__all__ = ["build_meta", "read_config", "stock_class", "without_weights"]
 
 _HEADS = {
     "bert": "BertForMaskedLM",
@@ -40,12 +40,12 @@ def build_meta(
 
     A known family has its pre-training head, unless it is to be the class that ``architectures`` names.
     """
-    config = copy.deepcopy(config) if isinstance(config, PreTrainedConfig) else _read(config)
+    config = copy.deepcopy(config) if isinstance(config, PreTrainedConfig) else read_config(config)
     if training.dropout is False:
         _zero_dropout(config)
     config.use_cache = False
     attention = "sdpa" if training.attention is Attention.FUSED else "eager"
-    stock: Any = _stock_class(config, as_named=as_named)
+    stock: Any = stock_class(config, as_named=as_named)
     if attention == "sdpa" and not stock._supports_sdpa:
         raise InvalidInput(f"{stock.__name__}: has no fused attention in transformers; train with attention 'eager'")
     # Constructors draw random numbers for some parameters, which nobody will see.
@@ -60,7 +60,8 @@ def build_meta(
     return model
 
 
-def _read(content: Mapping[str, Any]) -> PreTrainedConfig:
+def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
+    """The content of a ``config.json`` with transformers' defaults for what it leaves out."""
     kind = content.get("model_type")
     if kind is None:
         raise InvalidInput("the model's configuration has no field model_type; expected one such as 'bert'")
@@ -74,7 +75,8 @@ def _read(content: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _stock_class(config: PreTrainedConfig, *, as_named: bool) -> type[nn.Module]:
+def stock_class(config: PreTrainedConfig, *, as_named: bool = False) -> type[nn.Module]:
+    """The class that :func:`build_meta` builds."""
     named = config.architectures[0] if config.architectures else None
     name = named if as_named and named else _HEADS.get(config.model_type, named)
     if name is None:

@@ -120,6 +120,10 @@ class ParallelModel:
         for batch in batches:
             yield self._reader.local(batch)
 
+    def rows_read(self) -> dict[str, frozenset[int]]:
+        """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
+        return self._reader.rows_read()
+
     def forward_backward(self, batch: Batch | LocalBatch) -> Tensor:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
         it late (after the optimizer's step), because that waits for all stages.
