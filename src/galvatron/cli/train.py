@@ -24,12 +24,12 @@ def command(
     setup: Setup,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL|PLAN", help="A model as for 'galvatron plan', or a plan file; left out to resume."),
+        typer.Argument(metavar="MODEL|PLAN", help="A model as for 'plan', or a plan file; left out to resume."),
     ] = None,
     out: Annotated[str, typer.Option("--out", help="Folder of the run.")] = "runs/latest",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine; or as for plan.")] = "auto",
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
     data: Annotated[
         str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")

@@ -1,7 +1,7 @@
 """Starts a run's processes on this machine through torchrun's elastic agent, and says how they ended.
 
-The agent starts and stops them; who is to blame for a failure is found by the ranks' own watch, which leaves word in the
-run's folder. Requests to stop are passed on to the ranks, which save and end in order.
+The agent starts and stops them; who is to blame for a failure is found by the ranks' own watch, which leaves word in
+the run's folder. Requests to stop are passed on to the ranks, which save and end in order.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def train_rank(path: Path) -> None:
     watch = Watch(
         rank=rank,
         stages=_stages(plan),
-        store=dist.distributed_c10d._get_default_store().clone(),
+        store=_own_connection(),
         stop=stop,
         timeout_s=settings.timeout_s,
         record=folder.write_failure,
@@ -64,6 +65,12 @@ def train_rank(path: Path) -> None:
         raise _said_to_all(error, plan, watch, rank, 0 if loop is None else loop.step + 1) from error
     watch.done()
     dist.destroy_process_group()
+
+
+def _own_connection() -> Any:
+    """To the store through which the ranks met; the main thread may wait in the other one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def _stages(plan: Plan) -> list[int]:
