@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime", "rehearsal"))):
+for folder in (
+    _HERE.parent / "benchmarks",
+    *(_HERE / name for name in ("search", "models", "runtime", "rehearsal", "checkpoints")),
+):
     sys.path.insert(0, str(folder))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests of the runtime share before any test runs: forked from a process in which profilers
     and thread pools are at work, one of them may come up broken."""
-    if any("runtime" in item.path.parts for item in session.items):
+    folders = {part for item in session.items for part in item.path.parts}
+    worlds = (2, 4, 6, 8) if "runtime" in folders else (4, 8) if "checkpoints" in folders else ()
+    if worlds:
         from ranks import ranks
 
-        for world in (2, 4, 6, 8):
+        for world in worlds:
             ranks(world).run(int)

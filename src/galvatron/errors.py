@@ -7,7 +7,8 @@
     ├── CheckpointCorrupt a saved state that is damaged or incomplete (exit status 4)
     ├── NonFinite         training met a loss or gradient that is no number (exit status 5)
     ├── RankFailure       a process of the job died or hangs (exit status 6)
-    └── OutOfMemory       a device's memory did not suffice (exit status 7)
+    ├── OutOfMemory       a device's memory did not suffice (exit status 7)
+    └── SaveFailed        a checkpoint could not be written; earlier ones are as they were (exit status 8)
 
 A message says what was given, what was expected and what to do; the command line prints it without a traceback.
 """
@@ -23,6 +24,7 @@ __all__ = [
     "OutOfMemory",
     "PlanMismatch",
     "RankFailure",
+    "SaveFailed",
 ]
 
 
@@ -77,3 +79,9 @@ class OutOfMemory(GalvatronError):
     """A device ran out of memory; the message says what was predicted and what was in use, by stage."""
 
     exit_status = 7
+
+
+class SaveFailed(GalvatronError):
+    """A checkpoint could not be written; the message names the rank, the file and the cause."""
+
+    exit_status = 8

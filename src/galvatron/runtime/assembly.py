@@ -199,6 +199,7 @@ class _Assembler:
             piece=Piece(tuple(value.shape)),
             master=master,
             replicas=len(self.plan.ranks),
+            holders=self.plan.ranks,
             primary=self.position.index == 0 and stages[0] is self.plan,
             counted=stages[0] is self.plan,
         )
@@ -293,6 +294,7 @@ class _Assembler:
             piece=Piece(tuple(part.values[name].shape), cut, rows),
             master=master,
             replicas=len(self.plan.ranks) // parts,
+            holders=ranks_along(self.position, others),
             primary=spell(self.position.index, others) == 0,
             summed_over=part.tensor.group if partial and part.tensor is not None else None,
         )

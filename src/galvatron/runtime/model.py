@@ -18,7 +18,7 @@ from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.exchange import TieExchange
 from galvatron.runtime.norm import clip_, gradient_norm
 from galvatron.runtime.pipeline import Pipeline
-from galvatron.runtime.randomness import restored
+from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.state import whole
 from galvatron.runtime.stopwatch import Stopwatch
 from galvatron.runtime.units import LocalParameter, Unit
@@ -45,22 +45,33 @@ class ParallelModel:
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
         dtype: torch.dtype,
+        seed: int,
     ) -> None:
         """``loss_replicas``: ranks of the last stage that compute the loss of the same rows; ``shapes``: of all
-        parameters of the model, by their stock names; ``dtype``: of masters."""
+        parameters of the model, by their stock names; ``dtype``: of masters; ``seed``: of random numbers."""
         self.plan = plan
         self.device = device
         self._dtype = dtype
         self._pipeline, self._units, self._reader = pipeline, tuple(units), reader
         self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
         self._shapes = shapes
-        self._iteration = 0
+        self._seed, self._iteration = seed, 0
         self._loss: Tensor | None = None
 
     @property
     def rank(self) -> int:
         """This process's number among all."""
         return dist.get_rank()
+
+    @property
+    def random_state(self) -> RandomState:
+        """What the next random numbers depend on; set it to go on where another run was."""
+        return RandomState(self._seed, self._iteration)
+
+    @random_state.setter
+    def random_state(self, state: RandomState) -> None:
+        self._seed, self._iteration = state.seed, state.iteration
+        self._pipeline.stage.seed(state.seed)
 
     # What an optimizer needs
 
@@ -104,6 +115,11 @@ class ParallelModel:
         return norm
 
     # The whole model
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all parameters of the model by their stock names, tied ones once, in the model's order."""
+        return self._shapes
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(stock name, whole tensor) of each parameter in turn, on every rank; all ranks must take all of them."""

@@ -161,6 +161,7 @@ class _Builder:
             shapes=self.shapes,
             device=self.settings.device,
             dtype=self.settings.master_dtype,
+            seed=self.settings.seed,
         )
 
     def _needs(self) -> dict[Layout, frozenset[str]]:

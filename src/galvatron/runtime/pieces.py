@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Piece", "part_of"]
+__all__ = ["Box", "Cut", "Piece", "part_of"]
 
 
 def part_of(size: int, index: int, degree: int) -> range:
     """The ``index``-th of ``degree`` parts, all of one size but the last ones where it does not divide."""
     each = -(-size // degree)
     return range(min(index * each, size), min((index + 1) * each, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a piece that is one block in the whole as well, which is what files and messages can name."""
+
+    offsets: tuple[int, ...]
+    """Where it begins in the whole."""
+    inside: tuple[int, ...]
+    """Where it begins in the piece."""
+    sizes: tuple[int, ...]
+
+    def of(self, piece: Tensor) -> Tensor:
+        """The view of it in the piece's tensor."""
+        return piece[tuple(slice(start, start + size) for start, size in zip(self.inside, self.sizes, strict=True))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +44,13 @@ class Cut:
 
     def positions(self, size: int) -> Tensor:
         """Positions along the dim of the whole that this rank holds."""
+        return torch.cat([torch.arange(run.start, run.stop) for run in self.runs(size)])
+
+    def runs(self, size: int) -> list[range]:
+        """The same as ranges, one for each of the fused weights."""
         each = size // self.parts
         chosen = part_of(each, self.index, self.degree)
-        return torch.cat([torch.arange(chosen.start, chosen.stop) + part * each for part in range(self.parts)])
+        return [range(chosen.start + part * each, chosen.stop + part * each) for part in range(self.parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +81,33 @@ class Piece:
         elif self.rows is not None:
             whole = whole[self.rows.start : self.rows.stop]
         whole.index_copy_(self.cut.dim, positions, part.to(whole.dtype))
+
+    def boxes(self) -> list[Box]:
+        """The piece as blocks of the whole, in order; none if it is empty."""
+        along = [[(0, range(size))] for size in self.shape]
+        if self.cut is not None:
+            along[self.cut.dim] = _placed(self.cut.runs(self.shape[self.cut.dim]))
+        if self.rows is not None:
+            along[0] = [
+                (max(start, self.rows.start) - self.rows.start, kept)
+                for start, run in along[0]
+                if (kept := run[max(self.rows.start - start, 0) : max(self.rows.stop - start, 0)])
+            ]
+        boxes = (
+            Box(
+                offsets=tuple(run.start for _, run in runs),
+                inside=tuple(start for start, _ in runs),
+                sizes=tuple(len(run) for _, run in runs),
+            )
+            for runs in product(*along)
+        )
+        return [box for box in boxes if all(box.sizes)]
+
+
+def _placed(runs: list[range]) -> list[tuple[int, range]]:
+    """Runs side by side, each with where it begins."""
+    placed, start = [], 0
+    for run in runs:
+        placed.append((start, run))
+        start += len(run)
+    return placed

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["LayerRandomness", "draws", "restored"]
+__all__ = ["LayerRandomness", "RandomState", "draws", "restored"]
 
 
 def draws(modules: Iterable[nn.Module]) -> bool:
@@ -35,6 +35,15 @@ def restored(device: torch.device) -> Iterator[None]:
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """All that random numbers depend on besides the plan and the place they are drawn for."""
+
+    seed: int
+    iteration: int
+    """Calls of ``forward_backward`` so far."""
 
 
 @dataclass

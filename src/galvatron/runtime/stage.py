@@ -29,6 +29,11 @@ class Slot(nn.Module):
         self.layer = layer
         self._randomness, self._recompute = randomness, recompute
 
+    def seed(self, seed: int) -> None:
+        """Draw from another seed from now on."""
+        if self._randomness is not None:
+            self._randomness.seed = seed
+
     def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
         def run(*tensors: torch.Tensor) -> Activations:
             if self._randomness is not None:
@@ -51,6 +56,12 @@ class Stage(nn.Module):
         super().__init__()
         self.slots = nn.ModuleList(slots)
         self._layouts, self._changes = tuple(layouts), tuple(changes)
+
+    def seed(self, seed: int) -> None:
+        """Let all layers draw from another seed from now on."""
+        for slot in self.slots:
+            assert isinstance(slot, Slot)
+            slot.seed(seed)
 
     def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
         for slot, layout, change in zip(self.slots, self._layouts, self._changes, strict=True):

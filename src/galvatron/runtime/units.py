@@ -29,7 +29,9 @@ class LocalParameter:
     master: nn.Parameter
     """What the optimizer updates: a plain tensor, in fp32 (or what training computes in, if that is wider)."""
     replicas: int
-    """Ranks of the stage that hold the same piece."""
+    """How many ranks of the stage hold the same piece."""
+    holders: tuple[int, ...]
+    """Which these are, in order."""
     primary: bool = True
     """Whether this rank speaks for all of them when the whole is put together."""
     counted: bool = True
