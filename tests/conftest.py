@@ -10,7 +10,7 @@ import pytest
 _HERE = Path(__file__).parent
 for folder in (
     _HERE.parent / "benchmarks",
-    *(_HERE / name for name in ("search", "models", "runtime", "rehearsal", "checkpoints")),
+    *(_HERE / name for name in ("search", "models", "runtime", "rehearsal", "checkpoints", "train")),
 ):
     sys.path.insert(0, str(folder))
 

@@ -1,5 +1,7 @@
-"""Real training jobs for tests: ranks forked from this process, which has everything imported, so that they start at
-once. They find what torchrun would give them: their numbers, and a store that outlives each of them."""
+"""Real training jobs for tests: ranks forked from a server that has everything imported, so that they start at once.
+
+They find what torchrun would give them: their numbers, and a store that outlives each of them.
+"""
 
 from __future__ import annotations
 
@@ -10,98 +12,74 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from ranks import prepare_fork
+from oracle import Case
+from parity import plan_for
 from small_models import config
 from torch._C._distributed_c10d import TCPStore
 
 import galvatron
-from galvatron.plans.by_hand import priced
-from galvatron.plans.setup import Setup, request_for
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.train.worker import train_rank
 
-__all__ = ["Job", "begin", "plan_of", "run_to_end"]
+__all__ = ["Job", "plan_of", "run_to_end", "stop_after"]
 
 _LIMIT_S = 120.0
+_FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    modelling = [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
+    context.set_forkserver_preload(["galvatron.train.worker", "torch._dynamo", "safetensors.torch", *modelling])
+    return context
 
 
 def plan_of(
-    stages: Sequence[Sequence[str]], *, family: str = "bert", batch: int = 8, micro_batches: int = 1
+    *stages: Sequence[str], family: str = "bert", batch: int = 8, micro_batches: int = 1, schedule: str = "1f1b"
 ) -> galvatron.Plan:
-    """A plan for a small model by hand."""
-    devices = sum(galvatron.Strategy.parse(stage[0]).devices for stage in stages)
-    length = {} if family in ("vit", "swin") else {"sequence_length": 8}
-    setup = Setup(batch=batch, precision="fp32", dropout=None, **length)  # type: ignore[arg-type]
-    request = request_for(config(family), flat_cluster(devices), setup)
-    return priced(request, [list(stage) for stage in stages], micro_batches=micro_batches)
+    """A plan for a small model, by hand."""
+    chosen = [list(stage) for stage in stages]
+    case = Case(
+        config=config(family),
+        stages=chosen,
+        batch=batch,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        dtype=torch.float32,
+    )
+    return plan_for(case)
 
 
-def flat_cluster(devices: int) -> Any:
-    from holdings import flat_cluster as flat
-
-    return flat(devices)
-
-
-def begin(path: Path, plan: galvatron.Plan, settings: Settings) -> RunFolder:
-    folder = RunFolder(path)
-    folder.begin(plan, settings)
-    return folder
-
-
-@dataclass
 class Job:
-    """The ranks of a run, under way. ``tamper`` is called in each rank before it trains."""
+    """The ranks of a run, under way; ``tamper(rank)`` is called in each of them before it trains."""
 
-    folder: RunFolder
-    world: int
-    tamper: Callable[[int], None] | None = None
-    processes: list[BaseProcess] = field(default_factory=list)
-
-    def start(self) -> Job:
-        prepare_fork()
+    def __init__(
+        self,
+        path: Path,
+        plan: galvatron.Plan,
+        settings: Settings,
+        tamper: Callable[..., None] | None = None,
+        *args: Any,
+    ) -> None:
+        self.folder, self.world = RunFolder(path), plan.cluster.devices
+        self.folder.begin(plan, settings)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("fork")
+        self.processes: list[BaseProcess] = []
         for rank in range(self.world):
-            process = context.Process(target=self._rank, args=(rank,), daemon=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+            facts = (path, rank, self.world, self._store.port, tamper, args)
+            process = _server().Process(target=_rank, args=facts, daemon=True)
+            process.start()
             self.processes.append(process)
-        return self
-
-    def _rank(self, rank: int) -> None:
-        os.setpgid(0, 0)
-        with (self.folder.path / f"rank{rank}.log").open("w") as log:
-            os.dup2(log.fileno(), sys.stdout.fileno() if sys.stdout.fileno() > 0 else 1)
-            os.dup2(log.fileno(), 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        sys.excepthook = sys.__excepthook__
-        warnings.simplefilter("ignore")
-        torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(self.world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self._store.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-        try:
-            if self.tamper is not None:
-                self.tamper(rank)
-            train_rank(self.folder.path)
-        except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-            os._exit(1)
-        os._exit(0)
 
     def wait(self, limit_s: float = _LIMIT_S) -> list[int]:
         """Exit codes of all ranks."""
@@ -110,30 +88,87 @@ class Job:
             process.join(max(0.0, end - time.monotonic()))
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
-            self.signal(rank, signal.SIGKILL)
+            self.signal(signal.SIGKILL, rank)
             self.processes[rank].join()
         assert not late, f"ranks {late} were still running after {limit_s} s\n{self.logs()}"
         return [process.exitcode or 0 for process in self.processes]
 
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+    def signal(self, number: signal.Signals, *ranks: int) -> None:
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
 
     def wait_for_step(self, step: int) -> None:
         end = time.monotonic() + _LIMIT_S
-        while not any(line["step"] >= step for line in read_metrics(self.folder.metrics_file)):
+        while not any(line["step"] >= step for line in self.metrics()):
             assert time.monotonic() < end, self.logs()
             assert all(process.exitcode is None for process in self.processes), self.logs()
             time.sleep(0.02)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder.metrics_file)
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics()]
 
     def logs(self) -> str:
         texts = ((rank, self.folder.path / f"rank{rank}.log") for rank in range(self.world))
         return "\n".join(f"rank {rank}:\n{path.read_text()}" for rank, path in texts if path.exists())
 
 
-def run_to_end(path: Path, plan: galvatron.Plan, settings: Settings) -> list[dict[str, Any]]:
-    """Train in order; the metrics of all steps."""
-    job = Job(begin(path, plan, settings), plan.cluster.devices).start()
-    assert job.wait() == [0] * plan.cluster.devices, job.logs()
-    return read_metrics(job.folder.metrics_file)
+def run_to_end(path: Path, plan: galvatron.Plan, settings: Settings) -> Job:
+    """Train in order."""
+    job = Job(path, plan, settings)
+    assert job.wait() == [0] * job.world, job.logs()
+    return job
+
+
+def stop_after(rank: int, step: int) -> None:
+    """Rank 0 asks itself to stop when it begins that step, as a signal would."""
+    from galvatron.runtime.model import ParallelModel
+
+    if rank:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, batch)
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def _rank(
+    path: Path, rank: int, world: int, port: int, tamper: Callable[..., None] | None, args: tuple[Any, ...]
+) -> None:
+    log = os.open(path / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        KINETO_LOG_LEVEL="99",
+    )
+    from galvatron.train.worker import train_rank
+
+    try:
+        if tamper is not None:
+            tamper(rank, *args)
+        train_rank(path)
+    except BaseException as error:  # as the interpreter does at the end of a program, which this is not
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+    os._exit(0)

@@ -118,7 +118,9 @@ def _ended(folder: RunFolder, error: ChildFailedError) -> Ended:
     status = own[0] if own else RankFailure.exit_status if told else 1
     if told:
         return Ended(status, told["message"], tuple(told.get("ranks", ())))
-    first = {rank: code for rank, code in failures.items() if code != -signal.SIGTERM} or failures  # others the agent ended
+    first = {
+        rank: code for rank, code in failures.items() if code != -signal.SIGTERM
+    } or failures  # others the agent ended
     rank, code = next(iter(first.items()))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     return Ended(RankFailure.exit_status if code < 0 else status, f"rank {rank} {how}", tuple(first))

@@ -130,6 +130,7 @@ class Loop:
         )
         if self.model.rank == 0:
             self.folder.write_failure({"message": message, "step": step, **figures, "samples": indices})
+        self.checkpoints.finish()
         raise NonFinite(message)
 
     def _evaluate(self, step: int) -> float:

@@ -55,11 +55,15 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.settings_file.write_text(json.dumps(settings.to_dict(), indent=1) + "\n", encoding="utf-8")
-            self.failure_file.unlink(missing_ok=True)
-            self.outcome_file.unlink(missing_ok=True)
+            self.forget_endings()
         except OSError as error:
             raise InvalidInput(f"out: cannot write to {str(self.path)!r}: {error.strerror or error}") from error
         plan.save(self.plan_file)
+
+    def forget_endings(self) -> None:
+        """Those of earlier starts."""
+        self.failure_file.unlink(missing_ok=True)
+        self.outcome_file.unlink(missing_ok=True)
 
     def load(self) -> tuple[Plan, Settings]:
         return Plan.load(self.plan_file), Settings.load(self.settings_file)
@@ -85,4 +89,6 @@ class RunFolder:
         self.outcome_file.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def write_failure(self, facts: dict[str, Any]) -> None:
-        self.failure_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        """The first word counts: what follows are consequences."""
+        if not self.failure_file.exists():
+            self.failure_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -83,6 +83,7 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], Non
                 plan = _replanned(asked, plan, remaining, say)
                 show(plan)
                 folder.begin(plan, asked.settings)
+        folder.forget_endings()
         say(f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left} restarts left)")
 
 
@@ -106,7 +107,9 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
         )
     if os.environ["RANK"] == "0":  # the others read what it writes when all have joined
         (folder.check_started if again else folder.check_new)()
-        if not again:
+        if again:
+            folder.forget_endings()
+        else:
             assert asked.source is not None
             plan = Plan.load(asked.source)
             _check_runnable(plan)

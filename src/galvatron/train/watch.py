@@ -51,6 +51,7 @@ class Watch:
         self._observes = rank == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
         self._interval_s = min(1.0, timeout_s / 10)
         self._ended = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -58,8 +59,12 @@ class Watch:
         self._thread.start()
 
     def at(self, step: int, phase: str) -> None:
-        """Where training is."""
+        """Where training is. A new step is said at once, so that a rank that dies is named with its own."""
+        new = step != self._step
         self._step, self._phase = step, phase
+        if new:
+            with suppress(Exception):  # the thread finds out what is the matter
+                self._beat()
 
     def done(self) -> None:
         """The rank ends in order; whoever looks must not miss it."""
@@ -103,9 +108,13 @@ class Watch:
                     self._end("stopped because the connection to the launcher broke")
 
     def _beat(self) -> None:
-        self._number += 1
+        with self._lock:
+            self._number += 1
+            self._store.set(_key(self._rank), self._sign().encode())
+
+    def _sign(self) -> Beat:
         where, waiting = where_am_i()
-        beat = Beat(
+        return Beat(
             rank=self._rank,
             stage=self._stages[self._rank],
             host=self._host,
@@ -117,7 +126,6 @@ class Watch:
             waiting=waiting,
             memory_bytes=self._memory_bytes(),
         )
-        self._store.set(_key(self._rank), beat.encode())
 
     def _observe(self) -> None:
         now = time.monotonic()

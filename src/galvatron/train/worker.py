@@ -170,7 +170,7 @@ def _said_to_all(error: BaseException, plan: Plan, watch: Watch, rank: int, step
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _out_of_memory(error: BaseException, plan: Plan, watch: Watch, rank: int, step: int) -> str:

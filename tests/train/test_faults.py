@@ -1,0 +1,208 @@
+"""Faults, in real processes: what stops a job stops all of it, soon, says who and when, and loses nothing saved."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from jobs import Job, plan_of, run_to_end
+
+from galvatron.checkpoints.folder import complete
+from galvatron.errors import NonFinite, OutOfMemory, RankFailure
+from galvatron.train.settings import Settings
+
+_ENDLESS = Settings(steps=100_000, save_every=3, timeout_s=4.0)
+_MIXED = (["dp4", "tp4", "dp2-tp2", "sdp4"],)
+_STAGES = (["dp2", "tp2"], ["sdp2", "dp2"])
+
+
+def _told(job: Job) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(job.folder.failure_file.read_text())
+    return told
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS)
+    job.wait_for_step(4)
+    job.signal(signal.SIGKILL, 3)
+    started = time.monotonic()
+    codes = job.wait()
+    assert time.monotonic() - started < 10
+    assert codes[3] == -signal.SIGKILL
+    assert all(code > 0 for code in codes[:3])
+    told = _told(job)
+    assert told["ranks"] == [3]
+    assert told["stage"] == 1
+    assert told["step"] >= 4
+    assert "rank 3 (stage 1" in told["message"]
+    assert f"step {told['step']}" in told["message"]
+    assert complete(job.folder.checkpoints)[-1].step >= 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stopped_rank_is_found_and_named(tmp_path: Path, rank: int) -> None:
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS)
+    job.wait_for_step(2)
+    job.signal(signal.SIGSTOP, rank)
+    started = time.monotonic()
+    codes = job.wait()
+    assert time.monotonic() - started < 2 * _ENDLESS.timeout_s + 3
+    assert codes[rank] == -signal.SIGKILL
+    told = _told(job)
+    assert told["ranks"] == [rank]
+    assert "no sign of life" in told["message"]
+    assert "others wait for it in" in told["message"]
+    assert RankFailure.exit_status in codes
+
+
+def _stall(rank: int, stalled: int, step: int) -> None:
+    """This rank computes for ever in that step, instead of what it should."""
+    from galvatron.runtime.model import ParallelModel
+
+    if rank != stalled:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        while calls == step:
+            time.sleep(0.05)
+        return real(self, batch)
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def test_a_rank_that_does_not_come_back_is_told_from_those_that_wait(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, _stall, 1, 3)
+    codes = job.wait(60)
+    assert 0 not in codes
+    told = _told(job)
+    assert told["ranks"] == [1]
+    assert told["step"] == 3
+    assert "not moved on" in told["message"]
+    assert "forward_backward" in told["message"]
+
+
+def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
+    """All ranks after the same step, whichever of them hear the signal; a second one changes nothing."""
+    settings = Settings(steps=100_000)
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), settings)
+    job.wait_for_step(3)
+    job.signal(signal.SIGTERM, 1)
+    time.sleep(0.05)
+    job.signal(signal.SIGTERM, 0, 1, 2, 3)
+    started = time.monotonic()
+    assert job.wait() == [0, 0, 0, 0], job.logs()
+    assert time.monotonic() - started < 25
+    outcome = json.loads(job.folder.outcome_file.read_text())
+    assert outcome["stopped"]
+    assert [saved.step for saved in complete(job.folder.checkpoints)] == [outcome["step"]]
+    assert job.metrics()[-1]["step"] == outcome["step"]
+
+
+def _spoil(rank: int, spoiled: int, step: int) -> None:
+    """One rank's gradient becomes infinite at that step."""
+    from galvatron.runtime.model import ParallelModel
+
+    if rank != spoiled:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = real(self, batch)
+        if calls == step:
+            gradient = next(parameter.grad for parameter in self.parameters() if parameter.grad is not None)
+            gradient.view(-1)[0] = torch.inf
+        return loss
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_any_weight_changes(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1), _spoil, 2, 4)
+    assert job.wait() == [NonFinite.exit_status] * 4, job.logs()
+    told = _told(job)
+    assert told["step"] == 4
+    assert len(told["samples"]) == 8
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3]
+    assert [saved.step for saved in complete(job.folder.checkpoints)] == [1, 2, 3]
+    assert job.logs().count("gradient norm inf") == 1  # said once
+    whole = run_to_end(tmp_path / "whole", plan_of(*_STAGES, micro_batches=2), Settings(steps=6))
+    again = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1))
+    assert again.wait() == [0] * 4
+    assert again.losses() == whole.losses()  # as if nothing had happened
+
+
+def _starve(rank: int, starved: int, step: int) -> None:
+    """From that step on, this rank gets no more memory from the system."""
+    import resource
+
+    from galvatron.runtime.model import ParallelModel
+
+    if rank != starved:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+            torch.empty(1 << 30)
+        return real(self, batch)
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS, _starve, 3, 3)
+    codes = job.wait()
+    assert codes[3] == OutOfMemory.exit_status, job.logs()
+    assert 0 not in codes
+    message = _told(job)["message"]
+    assert "rank 3 (stage 1) ran out of memory at step 3" in message
+    assert message.count("predicted") == 2
+    assert message.count("used") == 2
+
+
+def _raise(rank: int, raising: int, step: int) -> None:
+    from galvatron.runtime.model import ParallelModel
+
+    if rank != raising:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            raise ZeroDivisionError("on purpose")
+        return real(self, batch)
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def test_an_error_of_one_rank_is_what_people_see(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, _raise, 2, 3)
+    started = time.monotonic()
+    codes = job.wait()
+    assert time.monotonic() - started < 60
+    assert 0 not in codes
+    told = _told(job)
+    assert told["ranks"] == [2]
+    assert "ZeroDivisionError: on purpose" in told["message"]
+    assert job.logs().count("Traceback (most recent call last)") == 1

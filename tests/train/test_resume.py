@@ -1,0 +1,90 @@
+"""A run that is interrupted goes on as if it had not been: the same losses, each sample once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import Job, plan_of, run_to_end, stop_after
+from oracle import Case, first_weights, stock_loss, stock_model
+from small_models import config
+
+import galvatron
+from galvatron.checkpoints.folder import complete
+from galvatron.checkpoints.manifest import Manifest, SavedTensor
+from galvatron.data.loader import Loader
+from galvatron.data.opening import open_data
+from galvatron.train.run_folder import RunFolder
+from galvatron.train.settings import Settings
+
+_CASE = Case(config=config("bert"), stages=[["single"] * 4], batch=8, dtype=torch.float32)
+_SETTINGS = Settings(steps=10, learning_rate=1e-3, seed=3, weights=str(first_weights(_CASE)), clip=0.5)
+_PLANS = {
+    "mixed": plan_of(["dp4", "tp4", "dp2-tp2", "sdp4"]),
+    "tensor parallel": plan_of(["tp2", "tp2", "tp2", "tp2"]),
+    "sharded": plan_of(["sdp4", "sdp4", "dp4", "dp4+zero2"]),
+    "pipeline": plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """The losses of the stock model in this process, trained by PyTorch's own parts on the same samples."""
+    model = stock_model(_CASE)
+    matrices = [own for own in model.parameters() if own.ndim > 1]
+    vectors = [own for own in model.parameters() if own.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3
+    )
+    plan = plan_of(["single"] * 4)
+    assert plan.model.config is not None
+    data = open_data(None, plan.model.config, plan.model.training, seed=3)
+    losses = []
+    for step, batch in zip(range(10), Loader(data.train, batch=8, seed=3), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 9)) / 2)  # after a warm-up of one step
+        loss = stock_loss(model, batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("name", _PLANS)
+def test_any_plan_gives_the_same_curve(tmp_path: Path, name: str, alone: list[float]) -> None:
+    assert run_to_end(tmp_path, _PLANS[name], _SETTINGS).losses() == pytest.approx(alone, abs=1e-4)
+
+
+def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at: int) -> list[float]:
+    """Stopped after a step and gone on under another plan."""
+    job = Job(path, first, _SETTINGS, stop_after, at)
+    assert job.wait() == [0] * job.world, job.logs()
+    assert [line["step"] for line in job.metrics()] == [*range(1, at + 1)]
+    return run_to_end(path, then, _SETTINGS).losses()
+
+
+@pytest.mark.parametrize("name", ["mixed", "pipeline"])
+def test_two_halves_are_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
+    whole = run_to_end(tmp_path / "whole", _PLANS[name], _SETTINGS)
+    assert _interrupted(tmp_path / "halves", _PLANS[name], _PLANS[name], at=5) == whole.losses()
+    assert _weights(tmp_path / "halves") == _weights(tmp_path / "whole")
+
+
+def _weights(path: Path) -> dict[str, SavedTensor]:
+    """What is in the last checkpoint: all tensors with the digests of their blocks."""
+    saved = complete(RunFolder(path).checkpoints)[-1]
+    assert saved.step == 10
+    return Manifest.read(saved.path).tensors
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("tensor parallel", "sharded"), ("sharded", "pipeline"), ("pipeline", "tensor parallel"), ("sharded", "mixed")],
+)
+def test_going_on_under_another_plan(tmp_path: Path, first: str, then: str, alone: list[float]) -> None:
+    """With other numbers of processes too; what is read next is what one process would read."""
+    assert _interrupted(tmp_path, _PLANS[first], _PLANS[then], at=4) == pytest.approx(alone, abs=1e-5)
