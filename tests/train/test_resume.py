@@ -50,7 +50,7 @@ def alone() -> list[float]:
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
