@@ -59,11 +59,15 @@ def test_what_a_killed_builder_left_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "key.abc").mkdir()
     (tmp_path / "key.abc" / "part").write_text("half")
     (tmp_path / "key.lock").touch()
-    folder = built_once(tmp_path, "key", lambda folder: (folder / "part").write_text("whole") and None)
+
+    def build(folder: Path) -> None:
+        (folder / "part").write_text("whole")
+
+    folder = built_once(tmp_path, "key", build)
     assert (folder / "part").read_text() == "whole"
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInput, match="file.*give another cache folder"):
+    with pytest.raises(InvalidInput, match=r"file.*give another cache folder"):
         built_once(tmp_path / "file", "key", lambda folder: None)

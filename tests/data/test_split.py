@@ -36,8 +36,8 @@ def test_parts_are_disjoint_complete_and_even(size: int, fraction: float) -> Non
     kept = [held.index(number) for number in range(len(held))]
     assert sorted(chosen + kept) == list(range(size))
     assert len(kept) == max(1, round(size * fraction))
-    gaps = [after - before for before, after in zip(kept, kept[1:], strict=False)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
+    spread = [(number + 0.5) / len(kept) * size for number in range(len(kept))]
+    assert all(abs(even - index) <= 0.5 * size / len(kept) + 1 for even, index in zip(spread, kept, strict=True))
     assert len({train.fingerprint, held.fingerprint, "numbers"}) == 3
 
 
@@ -61,4 +61,10 @@ def test_held_out_samples_may_be_shown_differently() -> None:
     train, held = split(Numbers(10), 0.2, evaluated=Numbers(10, "plain"))
     assert train.fingerprint.startswith("numbers")
     assert held.fingerprint.startswith("plain")
-    assert held.sample(1, generator_of(0))["labels"].item() == 5
+    assert held.sample(1, generator_of(0))["labels"].item() == held.index(1)
+
+
+def test_data_with_a_period_has_all_of_it_in_both_parts() -> None:
+    train, held = split(Numbers(1000), 0.1)
+    for part in (train, held):
+        assert {part.index(number) % 10 for number in range(len(part))} == set(range(10))

@@ -46,12 +46,14 @@ def generator_of(*numbers: int) -> torch.Generator:
 def shuffled(places: npt.NDArray[Any], size: int, *key: int) -> npt.NDArray[np.int64]:
     """What stands at these places of a permutation of ``range(size)``; each key has its own permutation.
 
-    A small one is the order of random numbers. For others a network permutes a power of four that is at least ``size``. A result outside is permuted again until it falls
-    inside ("cycle walking"), which keeps it a permutation of the inside.
+    A small one is the order of random numbers. For others a network permutes a power of four that is at least ``size``;
+    a result outside is permuted again until it falls inside ("cycle walking"), which keeps it a permutation of the
+    inside.
     """
     if size <= _SMALL:
         numbers = _mix(np.arange(size, dtype=np.uint64) ^ np.uint64(mixed(*key)))
-        return np.argsort(numbers, kind="stable")[places]
+        order: npt.NDArray[np.int64] = np.argsort(numbers, kind="stable")[places]
+        return order
     half = np.uint64(((size - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << int(half)) - 1)
     keys = [np.uint64(mixed(*key, number)) for number in range(_ROUNDS)]
