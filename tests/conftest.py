@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-for folder in (
-    _HERE.parent / "benchmarks",
-    *(_HERE / name for name in ("search", "models", "runtime", "rehearsal", "checkpoints", "train")),
-):
+_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "train")
+for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in _ORACLES)):
     sys.path.insert(0, str(folder))
+
+_WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "data": (2,)}
+"""Sizes of the shared ranks that the tests of each folder use."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the ranks that tests of the runtime share before any test runs: forked from a process in which profilers
-    and thread pools are at work, one of them may come up broken."""
+    """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
+    are at work, one of them may come up broken."""
     folders = {part for item in session.items for part in item.path.parts}
-    worlds = (2, 4, 6, 8) if "runtime" in folders else (4, 8) if "checkpoints" in folders else ()
+    worlds = {world for folder, sizes in _WORLDS.items() if folder in folders for world in sizes}
     if worlds:
         from ranks import ranks
 
-        for world in worlds:
+        for world in sorted(worlds):
             ranks(world).run(int)

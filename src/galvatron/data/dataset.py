@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from galvatron.data.order import generator_of
+from galvatron.data.order import generator_of, mixed
 from galvatron.errors import InvalidInput
 from galvatron.models.layer import IGNORED
 
@@ -45,7 +45,8 @@ class Dataset(Protocol):
 class Part:
     """The training part or the held-out part of a data set: its indices are a function of its size and the share.
 
-    Held-out samples stand evenly between the others, so that each class of a sorted folder has its share.
+    The data set is cut into as many runs as samples are held out, and each run gives one: each class of a sorted folder
+    has its share. Which one it gives is random, so that data with a period of its own has no part that is never chosen.
     """
 
     whole: Dataset
@@ -63,11 +64,20 @@ class Part:
 
     def index(self, number: int) -> int:
         """The index in the whole data set of this part's sample ``number``."""
-        size = len(self.whole)
         if self.held_out:
-            return number * size // self.held
-        # The j-th held-out sample stands at j·size//held, so that many minus j others stand before it.
-        return number + bisect_right(range(self.held), number, key=lambda j: j * size // self.held - j)
+            return self._first(number) + self._given(number)
+        # Before run j there are as many others as samples, less the j that are held out.
+        run = bisect_right(range(self.held), number, key=lambda j: self._first(j) - j) - 1
+        place = number - (self._first(run) - run)
+        return self._first(run) + place + (place >= self._given(run))
+
+    def _first(self, run: int) -> int:
+        """Where a run begins."""
+        return run * len(self.whole) // self.held
+
+    def _given(self, run: int) -> int:
+        """The place in a run of its held-out sample."""
+        return mixed(run) % (self._first(run + 1) - self._first(run))
 
     def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = _NONE) -> Sample:
         return self.whole.sample(self.index(index), generator, unread)

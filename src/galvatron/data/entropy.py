@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from galvatron.data.dataset import Dataset
-from galvatron.data.order import generator_of
+from galvatron.data.order import generator_of, shuffled
 from galvatron.models.layer import IGNORED
 
 __all__ = ["unigram_entropy"]
@@ -18,8 +19,7 @@ def unigram_entropy(dataset: Dataset, *, most: int = 2048) -> float:
     """
     size = min(most, len(dataset))
     counts = torch.zeros(0, dtype=torch.long)
-    for number in range(size):
-        index = number * len(dataset) // size
+    for index in shuffled(np.arange(size), len(dataset), 0).tolist():
         labels = dataset.sample(index, generator_of(0, index), frozenset({"pixel_values"}))["labels"].flatten()
         found = torch.bincount(labels[labels != IGNORED], minlength=len(counts))
         found[: len(counts)] += counts

@@ -17,8 +17,8 @@ __all__ = ["generator_of", "mixed", "shuffled"]
 _Words = npt.NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 6
-_LEAST_BITS = 4
-"""Of half a place: with fewer, six rounds reach too few of the permutations of a small data set."""
+_SMALL = 4096
+"""Up to this size the whole permutation is made: six rounds over few bits would reach too few of them."""
 
 
 def _mix(words: _Words) -> _Words:
@@ -46,10 +46,15 @@ def generator_of(*numbers: int) -> torch.Generator:
 def shuffled(places: npt.NDArray[Any], size: int, *key: int) -> npt.NDArray[np.int64]:
     """What stands at these places of a permutation of ``range(size)``; each key has its own permutation.
 
-    The network permutes a power of four that is at least ``size``. A result outside is permuted again until it falls
-    inside ("cycle walking"), which keeps it a permutation of the inside.
+    A small one is the order of random numbers. For others a network permutes a power of four that is at least ``size``;
+    a result outside is permuted again until it falls inside ("cycle walking"), which keeps it a permutation of the
+    inside.
     """
-    half = np.uint64(max(_LEAST_BITS, ((size - 1).bit_length() + 1) // 2))
+    if size <= _SMALL:
+        numbers = _mix(np.arange(size, dtype=np.uint64) ^ np.uint64(mixed(*key)))
+        order: npt.NDArray[np.int64] = np.argsort(numbers, kind="stable")[places]
+        return order
+    half = np.uint64(((size - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << int(half)) - 1)
     keys = [np.uint64(mixed(*key, number)) for number in range(_ROUNDS)]
     found = np.asarray(places, np.uint64)

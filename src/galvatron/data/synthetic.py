@@ -18,7 +18,7 @@ from torch.nn import functional
 from galvatron.data.dataset import Dataset, Sample
 from galvatron.data.language import LanguageData
 from galvatron.data.objectives import making_of
-from galvatron.data.order import generator_of
+from galvatron.data.order import generator_of, mixed
 from galvatron.data.spans import SpanLengths
 from galvatron.data.vocabulary import Vocabulary
 from galvatron.data.wanted import ImagesWanted, Objective, TokensWanted, wanted_by
@@ -56,7 +56,7 @@ class ZipfTokens:
 
 @dataclass(frozen=True)
 class PatternImages:
-    """Images of classes in turn."""
+    """Images of random classes."""
 
     wanted: ImagesWanted
     seed: int
@@ -70,7 +70,7 @@ class PatternImages:
 
     def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = frozenset()) -> Sample:
         size = (self.wanted.channels, self.wanted.height, self.wanted.width)
-        label = index % self.wanted.classes
+        label = mixed(self.seed, index) % self.wanted.classes
         if "pixel_values" in unread:
             return {"pixel_values": torch.zeros(size), "labels": torch.tensor(label)}
         pattern = torch.randn(1, size[0], _PATTERN, _PATTERN, generator=generator_of(self.seed, label))
