@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-for folder in (
-    _HERE.parent / "benchmarks",
-    *(_HERE / name for name in ("search", "models", "runtime", "rehearsal", "checkpoints")),
-):
+_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints")
+for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in _ORACLES)):
     sys.path.insert(0, str(folder))
 
 
