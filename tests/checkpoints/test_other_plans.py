@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,7 @@ _PLANS: dict[str, list[list[list[str]]]] = {
         [["sdp4", "tp4", "dp2-sdp2", "tp2-dp2", "sdp4", "tp4", "dp4+zero2"]],
     ],
 }
-_CHANGES = [
-    (family, first, second)
-    for family, plans in _PLANS.items()
-    for first, second in zip(plans, plans[1:] + plans[:1], strict=True)
-]
+_CHANGES = [(family, *pair) for family, plans in _PLANS.items() for pair in pairwise(plans)]
 
 
 @pytest.mark.parametrize(("family", "first", "second"), _CHANGES)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from galvatron import errors
 from galvatron.checkpoints.folder import Saved, complete, discard
 from galvatron.checkpoints.layout import Part, staged, targets
 from galvatron.checkpoints.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from galvatron.checkpoints.optimizer import check_optimizer, describe_optimizer, prepare_optimizer
 from galvatron.checkpoints.storage import PartsToRead, PartsToWrite, Reader, Writer
+from galvatron.checkpoints.together import from_first, together
 from galvatron.errors import CheckpointCorrupt, GalvatronError, InvalidInput, RankFailure, SaveFailed
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.randomness import RandomState
@@ -32,7 +33,6 @@ __all__ = ["Checkpoints", "Loaded"]
 _logger = logging.getLogger(__name__)
 _SHOWN = 5
 """Names listed in an error before "and … more"."""
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Checkpoints:
             tensors={},
         )
         parts = staged(model, optimizer)
-        writer = Writer(self._folder, manifest, model.rank, self._keep)
+        writer = Writer(self._folder, manifest, model.shapes, model.rank, self._keep)
         self._saving = self._thread.submit(self._write, parts, writer, step, self._channel())
         if wait:
             self.finish()
@@ -117,7 +117,7 @@ class Checkpoints:
     def _write(self, parts: dict[str, Part], writer: Writer, step: int, group: ProcessGroup) -> None:
         """In the thread."""
         try:
-            dcp.save(parts, storage_writer=writer, planner=PartsToWrite(), process_group=group)
+            dcp_save(parts, storage_writer=writer, planner=PartsToWrite(), process_group=group)
         except (CheckpointException, Exception) as error:  # the former is no Exception
             failed = SaveFailed(f"step {step} was not saved: {_cause(error)}; earlier checkpoints are as they were")
             _logger.error("%s", failed)
@@ -136,15 +136,15 @@ class Checkpoints:
         """
         self.finish()
         group = self._channel()
-        saved, text = _from_first(group, lambda: self._chosen(step))
+        saved, text = from_first(group, lambda: self._chosen(step))
         try:
             manifest = Manifest.parse(text, saved.path / MANIFEST)
-            _together(group, lambda: self._check(manifest, saved, model, optimizer))
+            together(group, lambda: self._check(manifest, saved, model, optimizer))
             if optimizer is not None:
                 prepare_optimizer(model, optimizer, manifest)
             parts = targets(model, optimizer)
-            _together(group, lambda: _check_tensors(parts, manifest))
-            dcp.load(parts, storage_reader=Reader(saved.path, manifest), planner=PartsToRead(), process_group=group)
+            together(group, lambda: _check_tensors(parts, manifest))
+            dcp_load(parts, storage_reader=Reader(saved.path, manifest), planner=PartsToRead(), process_group=group)
         except CheckpointException as error:
             raise self._with_remedy(_first_failure(error), saved) from error
         except CheckpointCorrupt as error:
@@ -221,48 +221,6 @@ def _check_tensors(parts: Mapping[str, Part], manifest: Manifest) -> None:
                 f"{key}: the checkpoint has {saved.dtype} {list(saved.shape)}; expected {part.dtype} "
                 f"{list(part.shape)}; train in the precision it was saved in"
             )
-
-
-# Over all ranks
-
-
-def _together(group: ProcessGroup, check: Callable[[], None]) -> None:
-    """Run a check on every rank; what the first rank that fails raises, all raise."""
-    mine: Exception | None = None
-    try:
-        check()
-    except Exception as error:
-        mine = error
-    said: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if mine is None else (type(mine).__name__, str(mine)), group=group)
-    for rank, failure in enumerate(said):
-        if failure is not None:
-            raise _as_said(rank, *failure) from mine
-
-
-def _from_first(group: ProcessGroup, read: Callable[[], _Result]) -> _Result:
-    """What rank 0 finds, or its error, on every rank: ranks that look for themselves may see different files."""
-    found: list[Any] = [None, None]
-    failed: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            found[0] = read()
-        except Exception as error:
-            failed = error
-            found[1] = type(error).__name__, str(error)
-    dist.broadcast_object_list(found, src=0, group=group)
-    if found[1] is not None:
-        raise _as_said(0, *found[1]) from failed
-    result: _Result = found[0]
-    return result
-
-
-def _as_said(rank: int, kind: str, message: str) -> GalvatronError:
-    """Another rank's error. Only errors meant for users have a class that all ranks know how to make."""
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, GalvatronError):
-        return known(message)
-    return RankFailure(f"rank {rank} failed: {kind}: {message}")
 
 
 def _first_failure(error: CheckpointException) -> BaseException:

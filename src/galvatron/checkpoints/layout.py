@@ -22,7 +22,7 @@ from galvatron.runtime.units import LocalParameter
 __all__ = ["Part", "staged", "targets"]
 
 _BLOCK_BYTES = 64 << 20
-"""About the largest block that is written as one: a reader holds and checks one at a time, and may need a part of it."""
+"""About the largest block written as one: a reader holds and checks one at a time, and may need just a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

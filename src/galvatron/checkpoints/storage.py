@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from galvatron.checkpoints.folder import begin, commit, synced, tidy
@@ -49,7 +49,7 @@ __all__ = ["PartsToRead", "PartsToWrite", "Reader", "Writer", "as_bytes", "as_te
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def as_tensor(content: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
@@ -121,10 +121,12 @@ class PartsToRead(DefaultLoadPlanner):
 class Writer(StorageWriter):
     """Writes one checkpoint aside and, when all ranks are done, makes it complete."""
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int, keep: int) -> None:
-        """``manifest``: without files and tensors, and with this rank's parameters in ``optimizer.group_of``."""
+    def __init__(self, folder: Path, manifest: Manifest, names: Iterable[str], rank: int, keep: int) -> None:
+        """``manifest``: without files and tensors, and with this rank's parameters in ``optimizer.group_of``;
+        ``names``: of the model's parameters, in its order, which the manifest keeps."""
         self._folder, self._manifest, self._keep = folder, manifest, keep
         self.partial = folder / f"step-{manifest.step:08}.partial"
+        self._places = {name: place for place, name in enumerate(names)}
         self._name = f"rank-{rank:05}.bin"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -187,7 +189,8 @@ class Writer(StorageWriter):
                     "machines share"
                 )
         tensors = {}
-        for key, own in metadata.state_dict_metadata.items():
+        for key in sorted(chunks, key=lambda key: (self._places[key.split("/")[1]], key)):
+            own = metadata.state_dict_metadata[key]
             assert isinstance(own, TensorStorageMetadata)
             dtype = str(own.properties.dtype).removeprefix("torch.")
             tensors[key] = SavedTensor(dtype=dtype, shape=tuple(own.size), chunks=tuple(chunks[key]))

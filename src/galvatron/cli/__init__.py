@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from galvatron.cli import clusters, compare, explain, models, plan, rehearse, strategies, train
+from galvatron.cli import checkpoints, clusters, compare, explain, export, models, plan, rehearse, strategies, train
 from galvatron.errors import GalvatronError
 
 __all__ = ["app", "main"]
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, train, explain, compare, rehearse, strategies, models, clusters):
+for verb in (plan, train, explain, compare, rehearse, checkpoints, export, strategies, models, clusters):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 

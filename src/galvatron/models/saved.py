@@ -7,6 +7,7 @@ are asked for. Names are translated as ``from_pretrained`` does: older names of 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from galvatron.errors import InvalidInput
 from galvatron.models.layer import CutModel
 from galvatron.models.names import Parameter, parameters_of
 
-__all__ = ["SavedWeights"]
+__all__ = ["SavedWeights", "saved_names"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -136,3 +142,14 @@ def _renaming(model: nn.Module) -> Any:
         return str(name)
 
     return rename
+
+
+def saved_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """From the stock model's names to those that ``save_pretrained`` writes, which for some families are older ones."""
+    if not isinstance(model, PreTrainedModel):
+        return {name: name for name in names}
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(entry, WeightConverter) for entry in conversions):  # ``from_pretrained`` takes today's names too
+        return {name: name for name in names}
+    marked = {name: torch.tensor(number) for number, name in enumerate(names)}
+    return {names[int(mark)]: str(saved) for saved, mark in revert_weight_conversion(model, marked).items()}

@@ -1,0 +1,34 @@
+"""``galvatron checkpoints``: what a run has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from galvatron.cli import options as opt
+from galvatron.errors import CheckpointCorrupt, InvalidInput
+
+__all__ = ["command"]
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of checkpoints, or a run's.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """List the checkpoints of a run: steps, sizes, and whether they are complete and undamaged."""
+    from galvatron.checkpoints.report import checkpoints_view, reports
+
+    path = Path(run)
+    if not path.is_dir():
+        raise InvalidInput(f"{path}: no such folder; expected one that holds checkpoints")
+    found = reports(path, verify=verify)
+    if as_json:
+        opt.print_json([report.to_dict() for report in found])
+    else:
+        opt.show(checkpoints_view(found))
+    damaged = [report for report in found if report.damage is not None]
+    if damaged:
+        raise CheckpointCorrupt("; ".join(str(report.damage) for report in damaged))

@@ -1,0 +1,27 @@
+"""``galvatron export``: a checkpoint's weights as Hugging Face's models are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A step's folder, or a run's, whose newest step is taken."),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+) -> None:
+    """Write config.json and safetensors that from_pretrained loads."""
+    from galvatron.checkpoints.folder import find
+
+    saved = find(Path(checkpoint))
+    from galvatron.checkpoints.export import export
+
+    export(saved, out)
+    typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}")
