@@ -56,6 +56,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
         "num_key_value_heads": 4, "intermediate_size": 344, "vocab_size": 512, "max_position_embeddings": 128,
     },
+    "tied": {  # a Llama whose vocabulary weighs as much as its blocks
+        "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 344, "vocab_size": 8192, "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
     "t5": {
         "model_type": "t5", "d_model": 128, "d_kv": 32, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4,
         "d_ff": 512, "vocab_size": 512, "n_positions": 128, "decoder_start_token_id": 0, "is_encoder_decoder": True,
@@ -70,7 +75,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_heads": [2, 4], "window_size": 7, "num_labels": 10, "drop_path_rate": 0.0,
     },
 }  # fmt: skip
-_LAYERS = {"bert": 8, "narrow": 6, "gpt2": 8, "llama": 8, "t5": 9, "vit": 8, "swin": 9}
+_LAYERS = {"bert": 8, "narrow": 6, "gpt2": 8, "llama": 8, "tied": 8, "t5": 9, "vit": 8, "swin": 9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,11 @@ def _blocks(family: str, around: str, *blocks: str, **options: Any) -> Case:
     return Case(family=family, stages=((around, *inner, around),), **options)
 
 
+def _apart(family: str, owner: str, head: str, **options: Any) -> Case:
+    """The first layer under one strategy, all others under another."""
+    return Case(family=family, stages=((owner, *[head] * (_LAYERS[family] - 1)),), **options)
+
+
 def _stages(family: str, *strategies: str, **options: Any) -> Case:
     """Stages with about as many layers each, one strategy a stage."""
     count, parts = _LAYERS[family], len(strategies)
@@ -159,6 +169,9 @@ CASES: Mapping[str, Case] = {
     "gpt2 mixed": _blocks("gpt2", "sdp4", "sdp2-tp2", "tp2-sdp2", "tp4", "dp4", "sdp4", "sdp4+rc"),
     "llama mixed": _blocks("llama", "dp4", "tp4", "tp4+sp", "dp4", "dp2-tp2+sp", "dp2-sdp2", "sdp4"),
     "swin mixed": _blocks("swin", "dp4", "sdp4", "dp2-tp2"),
+    # A tied head that is split otherwise than its embedding
+    "gpt2 tp4 and dp4": _apart("gpt2", "tp4", "dp4"),
+    "llama tp2 and sdp4": _apart("tied", "dp2-tp2", "sdp4"),
     # Pipelines
     "bert pp2 1f1b": _stages("bert", "dp2", "dp2"),
     "gpt2 pp2 gpipe": _stages("gpt2", "tp2", "sdp2", schedule=_GPIPE),

@@ -11,7 +11,7 @@ use it as an oracle. It shares with the search nothing but its input tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -146,20 +146,24 @@ def solve_combination(
     degree = len(positions) - 1
     stages = []
     for stage in range(degree):
-        stage_problem = build_stage(problem, costs, batch, micro_batches, positions, stage)
-        solution = solve_stage_by_table(stage_problem, problem.budget, quantum, each_transient=each_transient)
-        if solution is None:
+        solutions = [
+            solve_stage_by_table(stage_problem, problem.budget, quantum, each_transient=each_transient)
+            for stage_problem in build_stages(problem, costs, batch, micro_batches, positions, stage)
+        ]
+        found = [solution for solution in solutions if solution is not None]
+        if not found:
             return None
-        stages.append(solution)
+        stages.append(min(found, key=lambda solution: solution.time))
     times = [stage.time for stage in stages]
     iteration = sum(times) + (micro_batches - 1) * max(times)
     return TablePlan(batch, degree, micro_batches, iteration, positions, tuple(stages))
 
 
-def build_stage(
+def build_stages(
     problem: Problem, costs: StageCosts, batch: int, micro_batches: int, positions: Sequence[int], stage: int
-) -> StageProblem:
-    """The tables of one stage of a pipeline cut at these positions."""
+) -> Iterator[StageProblem]:
+    """The tables of one stage of a pipeline cut at these positions; where layers borrow a tied weight, for each way in
+    which its owner splits it."""
     names = [kind.name for kind in problem.cost.model.kinds]
     kinds = [names.index(layer.name) for layer in problem.cost.model.layers]
     degree, begin, end = len(positions) - 1, positions[stage], positions[stage + 1]
@@ -169,16 +173,30 @@ def build_stage(
     held = 1
     if degree > 1:
         held = micro_batches if problem.schedule is Schedule.GPIPE else min(micro_batches, degree - stage)
-    return StageProblem(
-        kinds=np.array(kinds[begin:end]),
-        time=tables.time_ns,
-        memory=tables.state_bytes + held * tables.activation_bytes,
-        transient=tables.transient_bytes,
+    whole = StageProblem(
+        kinds=np.arange(end - begin),
+        time=tables.time_ns[kinds[begin:end]],
+        memory=(tables.state_bytes + held * tables.activation_bytes)[kinds[begin:end]],
+        transient=tables.transient_bytes[kinds[begin:end]],
         layout_of=costs.layout_of,
-        change=costs.change_ns(batch // micro_batches),
+        change=costs.change_ns(batch // micro_batches)[kinds[begin:end]],
         entry=transfer[kinds[begin - 1]] if begin else nothing,
         exit=transfer[kinds[end - 1]] if end < len(kinds) else nothing,
     )
+    sharing = costs.borrowing(kinds[begin:end], first=begin == 0)
+    if len(sharing) < 2:
+        yield whole
+        return
+    owner, users = sharing[0], sharing[1:]
+    rows = [kinds[begin + user] for user in users]
+    for way in range(len(costs.splits)):
+        paid = costs.resplit(batch // micro_batches, way)
+        time, memory, transient = whole.time.copy(), whole.memory.copy(), whole.transient.copy()
+        time[owner, costs.split_of[kinds[begin + owner]] != way] = NEVER
+        time[users] += paid.time_ns[rows]
+        memory[users] += held * paid.activation_bytes[rows]
+        transient[users] += paid.transient_bytes[rows]
+        yield replace(whole, time=time, memory=memory, transient=transient)
 
 
 def _stage_costs(problem: Problem) -> Iterator[tuple[int, StageCosts]]:

@@ -123,6 +123,28 @@ def test_recompute_repeats_no_more_than_forward(family: str) -> None:
             assert extra in (planned.forward_collectives, planned.forward_collectives - 1), f"layer {number}"
 
 
+@pytest.mark.parametrize(
+    ("owner", "user", "gathers"),
+    [("tp4", "dp4", 1), ("tp2-dp2", "dp2-tp2", 1), ("tp4", "dp4+rc", 2), ("dp4", "tp4", 0)],
+)
+def test_a_borrowed_weight_that_is_split_anew(owner: str, user: str, gathers: int) -> None:
+    """The planner's price of it: the owner's parts are gathered in forward, again where that is repeated, and the
+    gradient is scattered over the same ranks."""
+    case = Case(
+        config=config("gpt2", n_layer=1, vocab_size=64),
+        stages=[[owner, "dp4", user]],
+        batch=4,
+        dtype=torch.float32,
+        steps=1,
+    )
+    weight = 4 * spec_of(case).layers[-1].tied_parameters
+    group = galvatron.Strategy.parse(owner).degree(Kind.TP)
+    expected = [Sent("all_gather", weight, group)] * gathers + [Sent("reduce_scatter", weight, group)] * (gathers > 0)
+    for layers in ranks(4).run(_layers, case, plan_for(case), first_weights(case), batches(case)[0]):
+        sent = [*layers[-1].forward, *layers[-1].backward]
+        assert Counter(one for one in sent if one.size == weight) == Counter(expected)
+
+
 # Data parallelism, by iteration
 
 

@@ -1,7 +1,8 @@
 """Random instances and brute-force answers for the tests of the search.
 
 Nothing here uses the search's own code: brute force adds up plain integers (layers from the cost tables, what moves
-between them from ``moving_oracle``) and enumerates what the space allows. It is slow on purpose; instances are small.
+between them from ``moving_oracle``, tied weights from ``borrowing_oracle``) and enumerates what the space allows. It is
+slow on purpose; instances are small.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
+from borrowing_oracle import price, sharers, split_over
 from moving_oracle import moves
 
 from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
@@ -158,11 +160,7 @@ def stage_of(
         costs.strategies, model, problem.cost.cluster, micro_batch=batch // micro_batches, pipelined=degree > 1
     )
     nothing: Integers = np.zeros(moved.transfer.shape[1], dtype=np.int64)
-    held = 1
-    if degree > 1 and problem.schedule is Schedule.GPIPE:
-        held = micro_batches
-    elif degree > 1:
-        held = min(micro_batches, degree - stage)
+    held = _held(problem, degree, stage, micro_batches)
     return StageProblem(
         kinds=np.array(kinds[begin:end]),
         time=tables.time_ns,
@@ -173,6 +171,41 @@ def stage_of(
         entry=moved.transfer[kinds[begin - 1]] if begin > 0 else nothing,
         exit=moved.transfer[kinds[end - 1]] if end < len(kinds) else nothing,
     )
+
+
+def borrowing_stages(
+    problem: Problem, costs: StageCosts, batch: int, micro_batches: int, degree: int, stage: int, begin: int, end: int
+) -> Iterator[StageProblem]:
+    """The same stage for each way in which the owner of a tied weight may split it, a kind a layer."""
+    whole = stage_of(problem, costs, batch, micro_batches, degree, stage, begin, end)
+    sharing = sharers(problem, begin, end)
+    if len(sharing) < 2:
+        yield whole
+        return
+    layers = problem.cost.model.layers
+    held = _held(problem, degree, stage, micro_batches)
+    splits = [split_over(layers[sharing[0]], strategy) for strategy in costs.strategies]
+    for owner in dict.fromkeys(splits):
+        time, memory, transient = (table[whole.kinds] for table in (whole.time, whole.memory, whole.transient))
+        for s, strategy in enumerate(costs.strategies):
+            if splits[s] != owner:
+                time[sharing[0] - begin, s] = NEVER
+            for user in sharing[1:]:
+                extra = price(problem, owner, layers[user], strategy, batch // micro_batches)
+                time[user - begin, s] += extra.ns
+                memory[user - begin, s] += held * extra.saved
+                transient[user - begin, s] += extra.transient
+        yield replace(
+            whole, kinds=np.arange(end - begin), time=time, memory=memory, transient=transient,
+            change=whole.change[whole.kinds],
+        )  # fmt: skip
+
+
+def _held(problem: Problem, degree: int, stage: int, micro_batches: int) -> int:
+    """Micro-batches in flight."""
+    if degree == 1:
+        return 1
+    return micro_batches if problem.schedule is Schedule.GPIPE else min(micro_batches, degree - stage)
 
 
 def brute_search(
@@ -196,8 +229,11 @@ def brute_search(
                 for stage, (begin, end) in enumerate(pairwise(positions)):
                     key = (stage, begin, end)
                     if key not in times:
-                        tables = stage_of(problem, costs, batch, micro_batches, degree, *key)
-                        times[key] = enumerate_stage(tables, problem.budget)
+                        found = [
+                            enumerate_stage(tables, problem.budget)
+                            for tables in borrowing_stages(problem, costs, batch, micro_batches, degree, *key)
+                        ]
+                        times[key] = min((time for time in found if time is not None), default=None)
                     stages.append(times[key])
                 known = [time for time in stages if time is not None]
                 if len(known) < len(stages):
@@ -218,10 +254,10 @@ def check_plan(problem: Problem, optimum: Optimum) -> int:
     costs = stage_costs(problem, degree)
     peaks = []
     for stage, solution in enumerate(stages):
-        tables = stage_of(
-            problem, costs, optimum.batch, optimum.micro_batches, degree, stage, positions[stage], positions[stage + 1]
-        )
-        time, peak = evaluate(tables, solution.choice)
+        begin, end = positions[stage], positions[stage + 1]
+        ways = borrowing_stages(problem, costs, optimum.batch, optimum.micro_batches, degree, stage, begin, end)
+        outcomes = (evaluate(tables, solution.choice) for tables in ways)
+        time, peak = next(outcome for outcome in outcomes if outcome[0] < NEVER)  # the way its owner really splits
         assert time == solution.time
         assert peak <= problem.budget
         peaks.append(peak)

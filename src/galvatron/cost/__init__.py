@@ -4,6 +4,7 @@ from galvatron.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Co
 from galvatron.cost.memory import STATE_BYTES
 from galvatron.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
 from galvatron.cost.pipeline import Schedule, in_flight, iteration_ns
+from galvatron.cost.resplit import Resplit
 
 __all__ = [
     "CONVENTIONS",
@@ -15,6 +16,7 @@ __all__ = [
     "CostModel",
     "Integers",
     "LayerCosts",
+    "Resplit",
     "Schedule",
     "StageCosts",
     "Tables",

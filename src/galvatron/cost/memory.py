@@ -12,7 +12,15 @@ from galvatron.cost.communication import Floats
 from galvatron.cost.conventions import Conventions
 from galvatron.spec import Precision
 
-__all__ = ["GRADIENT_BYTES", "STATE_BYTES", "activation_bytes", "lent_bytes", "state_bytes", "transient_bytes"]
+__all__ = [
+    "GRADIENT_BYTES",
+    "STATE_BYTES",
+    "activation_bytes",
+    "lent_bytes",
+    "state_bytes",
+    "transient_bytes",
+    "working_bytes",
+]
 
 STATE_BYTES = 16
 """Of one parameter with Adam: fp32 value, gradient and two moments."""
@@ -69,7 +77,7 @@ def transient_bytes(
     already, and nothing is prefetched behind them.
     """
     restored = strategies.recompute * _full_activation_bytes(layers, strategies)
-    work = samples * (_working_bytes(layers, strategies, conventions) + restored)
+    work = samples * (working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
     copies = sharded * conventions.gathered_copies * precision.bytes
     gathers = copies > 0
@@ -83,7 +91,7 @@ def transient_bytes(
     return total
 
 
-def _working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
+def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
     """Gradients inside a layer's backward, for one sample.
 
     Tensor parallelism divides them, but not those outside its split parts: a norm's backward holds up to three whole

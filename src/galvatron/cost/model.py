@@ -6,6 +6,7 @@ identical from run to run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from galvatron.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, transfer_s
 from galvatron.cost.conventions import Conventions
 from galvatron.cost.overlap import overlapped_s
+from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
 from galvatron.cost.slice_gather import change_s, form_rates
-from galvatron.spec import Cluster, Form, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.spec import Cluster, Form, Kind, LayerSpec, Layout, ModelProfile, ModelSpec, Strategy
 
 __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
 
@@ -94,6 +96,15 @@ class StageCosts:
         self._tied_elsewhere = pipeline_degree > 1
         self._allowed = np.array([[_allows(kind, s) for s in strategies] for kind in cost.model.kinds])
         self._rates = form_rates(self.layouts, cost.cluster)
+        whole: Layout = frozenset()
+        tensor = [strategy.digits(Kind.TP) for strategy in strategies]
+        self.splits: tuple[Layout, ...] = tuple(dict.fromkeys([whole, *tensor]))
+        """Ways to split a weight: not at all, or over the digits of a TP axis."""
+        ways = {split: number for number, split in enumerate(self.splits)}
+        self.split_of: Integers = np.array(
+            [[ways[digits if kind.tensor_parallel else whole] for digits in tensor] for kind in cost.model.kinds]
+        )
+        """(T, S) how each kind's weights are split."""
         self._stage_link = cost.cluster.stage_link(self.devices) if pipeline_degree > 1 else None
 
     def layer_costs(self, micro_batch: NDArray[np.int64]) -> LayerCosts:
@@ -178,6 +189,49 @@ class StageCosts:
                     conventions,
                 )
             ),
+        )
+
+    def borrowing(self, kinds: Sequence[int], *, first: bool) -> list[int]:
+        """Places of the layers in a stage that share a tied weight, its owner before those that borrow it; fewer than
+        two: nobody borrows. ``first``: the stage begins with the model's first layer, to which all others are tied.
+
+        The systems of the paper are priced as if their layers split it alike.
+        """
+        if self.cost.conventions.gathered_copies == 0 or not self._layers.tied_parameters.any():
+            return []
+        return [
+            place for place, kind in enumerate(kinds) if self._layers.tied_parameters[kind] or (first and not place)
+        ]
+
+    def resplit(self, micro_batch: int, owner: int) -> Resplit:
+        """What layers pay to borrow a weight whose owner splits it in the way of this number: (T, S)."""
+        layers, arrays, precision = self._layers, self._arrays, self.cost.model.training.precision
+        digits = self.splits[owner]
+        link, size = self.cost.cluster.link(digits), math.prod(digit.radix for digit in digits)
+        group = GroupLinks(np.array([float(size)]), np.array([link.bytes_per_s]), np.array([link.latency_s]))
+        working = memory.working_bytes(layers, arrays, self.cost.conventions)
+        saved, transient = resplit_bytes(layers, arrays, group, precision, micro_batch / arrays.data * working)
+        pays = (self.split_of != owner) & (layers.tied_parameters > 0)
+        return Resplit(
+            time_ns=np.where(pays, _up(resplit_s(layers, arrays, group, precision) * 1e9), 0),
+            activation_bytes=np.where(pays, _up(saved), 0),
+            transient_bytes=np.where(pays, _up(transient), 0),
+        )
+
+    def resplit_in(self, kinds: Integers, choice: Integers, micro_batch: int, *, first: bool) -> Resplit:
+        """What each layer of a stage pays to borrow, given kinds and strategies of its layers: (L,)."""
+        owner, *users = self.borrowing(kinds.tolist(), first=first) or [0]
+        tables = self.resplit(micro_batch, int(self.split_of[kinds[owner], choice[owner]]))
+
+        def paid(table: Integers) -> Integers:
+            layers = np.zeros(len(kinds), dtype=np.int64)
+            layers[users] = table[kinds[users], choice[users]]
+            return layers
+
+        return Resplit(
+            time_ns=paid(tables.time_ns),
+            activation_bytes=paid(tables.activation_bytes),
+            transient_bytes=paid(tables.transient_bytes),
         )
 
     def _working_sets(self, micro_batches: NDArray[np.int64]) -> NDArray[np.int64]:

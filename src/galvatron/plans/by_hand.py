@@ -122,11 +122,12 @@ def _stage(
         transfer += int(moves[names.index(request.model.layers[first - 1].name), layouts[0]])
     if first + len(chosen) < len(request.model.layers):
         transfer += int(moves[rows[-1], layouts[-1]])
+    borrowed = costs.resplit_in(rows, columns, micro_batch, first=first == 0)
     flying = in_flight(number, len(stages), micro_batches, Schedule(request.schedule))
     memory = MemoryUse(
         states=int(tables.state_bytes[rows, columns].sum()),
-        activations=int(tables.activation_bytes[rows, columns].sum()) * flying,
-        transient=int(tables.transient_bytes[rows, columns].max()),
+        activations=int((tables.activation_bytes[rows, columns] + borrowed.activation_bytes).sum()) * flying,
+        transient=int((tables.transient_bytes[rows, columns] + borrowed.transient_bytes).max()),
         reserved=request.cluster.reserved_bytes,
     )
     parts = costs.layer_costs(np.array(micro_batch))
@@ -135,7 +136,7 @@ def _stage(
         return float(np.broadcast_to(table, tables.time_ns.shape)[rows, columns].sum())
 
     size = request.cluster.devices // len(stages)
-    stage_ns = int(times.sum()) + int(change) + transfer
+    stage_ns = int(times.sum()) + int(borrowed.time_ns.sum()) + int(change) + transfer
     stage = PlannedStage(
         devices=tuple(range(number * size, (number + 1) * size)),
         layers=tuple(
@@ -145,7 +146,7 @@ def _stage(
         time_s=stage_ns / 1e9,
         time=TimeUse(
             compute_s=total(parts.compute_s),
-            tp_s=total(parts.tp_s),
+            tp_s=total(parts.tp_s) + float(borrowed.time_ns.sum()) / 1e9,
             sdp_s=total(parts.sdp_s),
             layout_s=float(change) / 1e9,
             transfer_s=transfer / 1e9,

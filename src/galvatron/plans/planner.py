@@ -190,10 +190,12 @@ def _memory_use(request: Request, optimum: Optimum, stage: int) -> MemoryUse:
     begin, end = optimum.solved.positions[stage : stage + 2]
     rows, columns = combination.layers.kinds[begin:end], np.array(optimum.solved.stages[stage].choice)
     tables = combination.tables
+    borrowed = combination.costs.resplit_in(rows, columns, combination.micro_batch, first=begin == 0)
+    activations = tables.activation_bytes[rows, columns] + borrowed.activation_bytes
     return MemoryUse(
         states=int(tables.state_bytes[rows, columns].sum()),
-        activations=int(tables.activation_bytes[rows, columns].sum()) * combination.in_flight[stage],
-        transient=int(tables.transient_bytes[rows, columns].max()),
+        activations=int(activations.sum()) * combination.in_flight[stage],
+        transient=int((tables.transient_bytes[rows, columns] + borrowed.transient_bytes).max()),
         reserved=request.cluster.reserved_bytes,
     )
 
@@ -203,6 +205,7 @@ def _time_use(optimum: Optimum, stage: int) -> TimeUse:
     begin, end = optimum.solved.positions[stage : stage + 2]
     rows, columns = combination.layers.kinds[begin:end], np.array(optimum.solved.stages[stage].choice)
     costs = combination.costs.layer_costs(np.array(combination.micro_batch))
+    borrowed = combination.costs.resplit_in(rows, columns, combination.micro_batch, first=begin == 0)
     layouts = combination.costs.layout_of[columns]
     transfer = 0
     if begin > 0:
@@ -216,7 +219,7 @@ def _time_use(optimum: Optimum, stage: int) -> TimeUse:
 
     return TimeUse(
         compute_s=total(costs.compute_s),
-        tp_s=total(costs.tp_s),
+        tp_s=total(costs.tp_s) + float(borrowed.time_ns.sum()) / 1e9,
         sdp_s=total(costs.sdp_s),
         layout_s=float(combination.change[rows[:-1], layouts[:-1], layouts[1:]].sum()) / 1e9,
         transfer_s=transfer / 1e9,
