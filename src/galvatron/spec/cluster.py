@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from galvatron.errors import InvalidInput
@@ -151,6 +151,22 @@ class Cluster:
                 latency_s = max(latency_s, level.latency_s)
             unit_size *= level.units
         return Link(bytes_per_s, latency_s)
+
+    def shrunk(self, devices: int) -> Cluster:
+        """This cluster with fewer devices: whole islands where that comes out even, else all at the speed of the
+        outermost links that are still needed."""
+        if not 1 <= devices <= self.devices:
+            raise InvalidInput(f"devices: {devices} given; cluster {self.name!r} has {self.devices}")
+        levels: list[Level] = []
+        size = 1
+        for level in self.levels:
+            if size < devices:
+                units = min(level.units, -(-devices // size))
+                levels.append(replace(level, units=units))
+                size *= units
+        if size != devices:
+            levels = [replace(levels[-1], units=devices)]
+        return replace(self, levels=tuple(level for level in levels if level.units > 1))
 
     @cached_property
     def digest(self) -> str:

@@ -87,6 +87,16 @@ class Settings:
     def warmup_steps(self) -> int:
         return self.steps // 10 if self.warmup is None else self.warmup
 
+    def data_options(self, cache: Path) -> dict[str, Any]:
+        """How the data are opened, besides what they are."""
+        return {
+            "tokenizer": self.tokenizer,
+            "model_folder": None if self.weights is None else Path(self.weights),
+            "seed": self.seed,
+            "cache": cache,
+            "held_out": self.held_out if self.evaluate_every else 0.0,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

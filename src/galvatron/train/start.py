@@ -63,6 +63,7 @@ def train(asked: Asked, show: Callable[[Plan], None], say: Callable[[str], None]
     plan = _first_plan(asked, folder, say)
     show(plan)
     _check_runnable(plan)
+    _check_inputs(plan, asked.settings, folder)
     folder.begin(plan, asked.settings)
     _run(asked, folder, plan, show, say)
 
@@ -80,7 +81,7 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], Non
         if asked.replan:
             remaining = _devices_left(plan.cluster.devices, len(ended.ranks))
             if remaining < plan.cluster.devices:
-                plan = _replanned(asked, plan, remaining, say)
+                plan = _replanned(asked, plan, remaining)
                 show(plan)
                 folder.begin(plan, asked.settings)
         folder.forget_endings()
@@ -126,7 +127,11 @@ def _first_plan(asked: Asked, folder: RunFolder, say: Callable[[str], None]) -> 
         if asked.source is not None and is_plan(asked.source):
             return Plan.load(asked.source)
         wanted = asked.devices or (_devices_here() if asked.replan else plan.cluster.devices)
-        return plan if wanted == plan.cluster.devices else _replanned(asked, plan, wanted, say)
+        if wanted == plan.cluster.devices:
+            return plan
+        if wanted < plan.cluster.devices:
+            return _replanned(asked, plan, wanted)
+        return _planned(asked, plan.model.spec(), replace(asked.setup, batch=plan.batch), wanted, say)
     if asked.source is None:
         raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
     if is_plan(asked.source):
@@ -153,16 +158,17 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
     return make_plan(request)
 
 
-def _replanned(asked: Asked, plan: Plan, devices: int, say: Callable[[str], None]) -> Plan:
-    """For fewer devices (or more): the same model and batch, so that training goes on as it was. If so many devices
-    cannot be used, the next smaller number that can."""
+def _replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
+    """For fewer devices, from the figures the plan was made with: the same model and batch, so that training goes on as
+    it was. If so many devices cannot be used, the next smaller number that can."""
     setup = replace(asked.setup, batch=plan.batch)
     for count in range(devices, 0, -1):
+        request = request_for(plan.model.spec(), plan.cluster.facts.shrunk(count), setup)
         try:
-            return _planned(asked, plan.model.spec(), setup, count, say)
+            return make_plan(replace(request, profile=plan.profile))
         except Infeasible as error:
-            say(f"no plan for {count} devices: {error}")
-    raise RankFailure(f"no plan fits on the {devices} devices that are left; the run's checkpoints are in {asked.out}")
+            reason = error
+    raise RankFailure(f"no plan for the {devices} devices that are left: {reason}")
 
 
 def _check_runnable(plan: Plan) -> None:
@@ -171,6 +177,16 @@ def _check_runnable(plan: Plan) -> None:
             f"model.config: null in this plan, because {plan.model.name!r} was described by figures alone; plan a "
             "model from a preset or a Hugging Face configuration"
         )
+
+
+def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
+    """Find out before any process starts whether data and weights are there; text is tokenized here, once."""
+    from galvatron.data.opening import open_data  # torch takes seconds
+
+    if settings.weights is not None and not Path(settings.weights).is_dir():
+        raise InvalidInput(f"weights: {settings.weights!r} is no folder; give one with config.json and safetensors")
+    assert plan.model.config is not None
+    open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
 
 
 # Devices

@@ -81,16 +81,7 @@ def _prepared(
     folder: RunFolder, plan: Plan, settings: Settings, device: torch.device, stop: StopRequest, watch: Watch
 ) -> Loop:
     assert plan.model.config is not None
-    data = open_data(
-        settings.data,
-        plan.model.config,
-        plan.model.training,
-        tokenizer=settings.tokenizer,
-        model_folder=None if settings.weights is None else Path(settings.weights),
-        seed=settings.seed,
-        cache=folder.cache,
-        held_out=settings.held_out if settings.evaluate_every else 0.0,
-    )
+    data = open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
     memory = PeakMemory(device)
     model = parallelize(None, plan, weights=settings.weights, seed=settings.seed, device=device)
     optimizer = model.optimizer(

@@ -1,0 +1,150 @@
+"""``galvatron train`` as people run it: through torchrun's agent, with everything that can be wrong found first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import plan_of, run_to_end
+
+from galvatron.checkpoints.folder import complete
+from galvatron.plans.plan import Plan
+from galvatron.train.metrics import read_metrics
+from galvatron.train.run_folder import RunFolder
+from galvatron.train.settings import Settings
+from galvatron.train.start import is_plan
+
+_LIMIT_S = 120.0
+
+
+class _Run:
+    """The command in a process of its own."""
+
+    def __init__(self, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "galvatron", "train", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def end(self) -> tuple[int, str]:
+        said, _ = self.process.communicate(timeout=_LIMIT_S)
+        return self.process.returncode, said
+
+    def ranks(self) -> list[int]:
+        """Process numbers of the ranks, by rank."""
+        found: dict[int, int] = {}
+        for path in Path("/proc").glob("[0-9]*/status"):
+            try:
+                if f"PPid:\t{self.process.pid}\n" in path.read_text():
+                    environment = (path.parent / "environ").read_bytes().split(b"\0")
+                    rank = next(each for each in environment if each.startswith(b"RANK="))
+                    found[int(rank[5:])] = int(path.parent.name)
+            except (OSError, StopIteration):
+                continue
+        return [found[rank] for rank in sorted(found)]
+
+    def wait_for_step(self, folder: RunFolder, step: int) -> None:
+        end = time.monotonic() + _LIMIT_S
+        while not any(line["step"] >= step for line in read_metrics(folder.metrics_file)):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Iterator[str]:
+    plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2).save(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+def test_after_a_kill_it_starts_again_and_ends_as_if_nothing_had_happened(tmp_path: Path, plan_file: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    steps = ("--steps", "400", "--save-every", "5", "--seed", "3")
+    run = _Run(plan_file, "--out", str(folder.path), *steps, "--max-restarts", "1")
+    run.wait_for_step(folder, 12)
+    os.kill(run.ranks()[2], signal.SIGKILL)
+    status, said = run.end()
+    assert status == 0, said
+    assert "rank 2 (stage 1" in said
+    assert "starting again from the last checkpoint on 4 devices (0 restarts left)" in said
+    whole = run_to_end(tmp_path / "whole", Plan.load(plan_file), Settings(steps=400, seed=3))
+    assert [line["loss"] for line in read_metrics(folder.metrics_file)] == whole.losses()
+
+
+def test_sigterm_stops_it_in_order_and_fewer_devices_go_on(tmp_path: Path, plan_file: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    run = _Run(plan_file, "--out", str(folder.path), "--steps", "100000")
+    run.wait_for_step(folder, 3)
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+    status, said = run.end()
+    assert status == 0, said
+    step = complete(folder.checkpoints)[-1].step
+    assert f"stopped after step {step}, which is saved" in said
+    run = _Run("--resume", "--out", str(folder.path), "--devices", "2", "--steps", str(step + 3))
+    status, said = run.end()
+    assert status == 0, said
+    assert Plan.load(folder.plan_file).cluster.devices == 2
+    assert [line["step"] for line in read_metrics(folder.metrics_file)] == [*range(1, step + 4)]
+    assert json.loads(folder.outcome_file.read_text()) == {"step": step + 3, "stopped": False}
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["no-such-model", "--cluster", "cpu-4"], "no-such-model"),
+        (["--resume", "--out", "nowhere"], "there is no run in 'nowhere'"),
+        (["PLAN", "--devices", "3"], "the plan is for 4"),
+        (["PLAN", "--data", "no/such/file"], "no/such/file"),
+        (["PLAN", "--weights", "no/such/folder"], "no/such/folder"),
+        (["PLAN", "--decay", "sudden"], "decay: 'sudden'"),
+        (["PLAN", "--steps", "0"], "steps: 0"),
+        (["PLAN", "--timeout", "soon"], "timeout"),
+        ([], "model: none given"),
+    ],
+)
+def test_bad_input_is_said_before_any_process_starts(
+    args: list[str], named: str, plan_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from galvatron.cli import main
+    from galvatron.train import launch
+
+    def never(*_: object) -> None:
+        raise AssertionError("it was launched")
+
+    monkeypatch.setattr(launch, "launch", never)
+    monkeypatch.chdir(Path(plan_file).parent)
+    monkeypatch.setattr(sys, "argv", ["galvatron", "train", *(plan_file if arg == "PLAN" else arg for arg in args)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ")
+    assert named in said
+    assert not RunFolder(Path("runs/latest")).plan_file.exists()
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path, plan_file: str) -> None:
+    RunFolder(tmp_path / "run").begin(Plan.load(plan_file), Settings())
+    status, said = _Run(plan_file, "--out", str(tmp_path / "run")).end()
+    assert status == 2
+    assert "already holds a run" in said
+
+
+def test_a_plan_is_told_from_a_models_configuration(tmp_path: Path, plan_file: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert is_plan(plan_file)
+    assert not is_plan(str(tmp_path / "config.json"))
+    assert not is_plan("bert-base")
