@@ -108,7 +108,8 @@ def test_damage_has_its_own_status(run: Run, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("checkpoints", "nowhere"), ("export", "nowhere", "out")])
-def test_no_such_folder(run: Run, verb: tuple[str, ...]) -> None:
+def test_no_such_folder(run: Run, verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     done = run(*verb)
     assert done.status == 2
     assert "nowhere" in done.err
