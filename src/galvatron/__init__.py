@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from galvatron.api import plan
-    from galvatron.errors import GalvatronError, Infeasible, InvalidInput, PlanMismatch
+    from galvatron.checkpoints.checkpoints import Checkpoints
+    from galvatron.errors import (
+        CheckpointCorrupt,
+        GalvatronError,
+        Infeasible,
+        InvalidInput,
+        PlanMismatch,
+        SaveFailed,
+    )
     from galvatron.models.describe import describe
     from galvatron.plans.plan import Plan
     from galvatron.runtime.parallelize import parallelize
     from galvatron.spec import Cluster, ModelSpec, Strategy
 
 __all__ = [
+    "CheckpointCorrupt",
+    "Checkpoints",
     "Cluster",
     "GalvatronError",
     "Infeasible",
@@ -23,6 +33,7 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "PlanMismatch",
+    "SaveFailed",
     "Strategy",
     "describe",
     "parallelize",
@@ -31,6 +42,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointCorrupt": "galvatron.errors",
+    "Checkpoints": "galvatron.checkpoints.checkpoints",
     "Cluster": "galvatron.spec",
     "GalvatronError": "galvatron.errors",
     "Infeasible": "galvatron.errors",
@@ -38,6 +51,7 @@ _HOMES = {
     "ModelSpec": "galvatron.spec",
     "Plan": "galvatron.plans.plan",
     "PlanMismatch": "galvatron.errors",
+    "SaveFailed": "galvatron.errors",
     "Strategy": "galvatron.spec",
     "describe": "galvatron.models.describe",
     "parallelize": "galvatron.runtime.parallelize",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import random
-import time
+import signal
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from oracle import Case
 from parity import build, plan_for
 from ranks import Ranks, ranks
@@ -23,7 +29,6 @@ from galvatron.checkpoints.verify import verify
 from galvatron.runtime.model import ParallelModel
 
 _CASE = Case(config=config("vit"), stages=[["sdp2", "tp2", "dp2", "sdp2"]], dtype=torch.float32)
-_INSTANTS = 20
 
 
 def _filled(plan: galvatron.Plan) -> tuple[ParallelModel, Optimizer]:
@@ -34,11 +39,43 @@ def _filled(plan: galvatron.Plan) -> tuple[ParallelModel, Optimizer]:
     return model, optimizer
 
 
-def _save_for_ever(plan: galvatron.Plan, folder: Path, log: Path) -> None:
-    """On a rank that will be killed: step n has n everywhere. The log tells which saves were done."""
+@dataclass(frozen=True)
+class _Instant:
+    """When a rank is killed: before it executes the n-th line of a function, in one save or a later one."""
+
+    rank: int
+    function: str
+    line: int
+    both: bool
+    """The other rank in the same moment, or not at all."""
+
+    def arm(self) -> None:
+        """On each rank."""
+        victims: list[int] = [0, 0]
+        dist.all_gather_object(victims, os.getpid())
+        if dist.get_rank() != self.rank:
+            return
+        left = self.line
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_name != self.function or "galvatron" not in frame.f_code.co_filename:
+                return None
+            left -= event == "line"
+            if left == 0:
+                for victim in (victims[1 - self.rank],) * self.both + (os.getpid(),):
+                    os.kill(victim, signal.SIGKILL)
+            return trace
+
+        threading.settrace(trace)
+
+
+def _save_for_ever(plan: galvatron.Plan, folder: Path, log: Path, instant: _Instant) -> None:
+    """On a rank: step n has n everywhere. The log tells which saves were done."""
     model, optimizer = _filled(plan)
     checkpoints = Checkpoints(folder, keep=2)
     latest = checkpoints.latest()
+    instant.arm()
     for number in itertools.count(0 if latest is None else latest.step + 1):
         for parameter in model.parameters():
             parameter.detach().fill_(number)
@@ -47,10 +84,6 @@ def _save_for_ever(plan: galvatron.Plan, folder: Path, log: Path) -> None:
         if model.rank == 0:
             with log.open("a") as file:
                 file.write(f"{number}\n")
-
-
-def _done(log: Path) -> list[int]:
-    return [int(line) for line in log.read_text().splitlines()]
 
 
 def _check(saved: Saved) -> None:
@@ -62,32 +95,46 @@ def _check(saved: Saved) -> None:
         assert torch.equal(_whole(saved.path, tensor), torch.full(tensor.shape, float(saved.step))), key
 
 
+_LINES = {"begin": 8, "write_data": 300, "finish": 300, "commit": 12, "tidy": 20}
+"""Functions of a save in their order, and about how many lines each of them executes."""
+
+
+def _instants() -> list[_Instant]:
+    """Every fifth in the same function. Rank 0 runs all of them, the other one only writes."""
+    draw = random.Random(3)
+    return [
+        _Instant(
+            rank=1 if function == "write_data" and trial % 2 else 0,
+            function=function,
+            line=draw.randrange(1, _LINES[function] + 1),
+            both=trial % 3 == 0,
+        )
+        for trial, function in zip(range(20), itertools.cycle(_LINES), strict=False)
+    ]
+
+
 def test_killed_at_any_instant(tmp_path: Path) -> None:
-    """Sometimes one of the two is killed a little before the other."""
+    """Both of two ranks, or one of them: then the other one says that its save failed, and does not wait for ever."""
     folder, log = tmp_path / "run", tmp_path / "log"
     log.touch()
-    plan, instants = plan_for(_CASE), random.Random(3)
-    unfinished = 0
-    for trial in range(_INSTANTS):
-        pair, before = Ranks(2), len(_done(log))
+    plan, interrupted = plan_for(_CASE), 0
+    for instant in _instants():
+        pair = Ranks(2)
         pair._start()
         for pipe in pair._pipes:
-            pipe.send_bytes(pickle.dumps((_save_for_ever, (plan, folder, log))))
-        for _ in range(3000):
-            if len(_done(log)) > before:
-                break
-            time.sleep(0.01)
-        time.sleep(instants.uniform(0, 0.1))
-        if trial % 4 == 0:
-            pair._processes[trial // 4 % 2].kill()
-            time.sleep(instants.uniform(0, 0.02))
+            pipe.send_bytes(pickle.dumps((_save_for_ever, (plan, folder, log, instant))))
+        pair._processes[instant.rank].join(60)
+        assert pair._processes[instant.rank].exitcode == -signal.SIGKILL
+        if not instant.both:
+            assert pair._pipes[1 - instant.rank].poll(60)
+            assert "SaveFailed: step" in str(pickle.loads(pair._pipes[1 - instant.rank].recv_bytes()))
         pair.stop()
-        found = complete(folder)
-        assert found[-1].step >= _done(log)[-1], "a save that was done is there"
+        found, done = complete(folder), [int(line) for line in log.read_text().splitlines()]
+        assert (found[-1].step if found else -1) >= (done[-1] if done else -1), "a save that was done is there"
         for saved in found:
             _check(saved)
-        unfinished += any(path.suffix == ".partial" for path in folder.iterdir())
-    assert unfinished >= _INSTANTS // 4, "saves were really interrupted"
+        interrupted += any(path.suffix in (".partial", ".deleted") for path in folder.glob("step-*"))
+    assert interrupted > 5
     assert set(ranks(4).run(_load, folder)) == {found[-1].step}
 
 

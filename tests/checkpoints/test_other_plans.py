@@ -18,16 +18,16 @@ _PLANS: dict[str, list[list[list[str]]]] = {
     "gpt2": [  # fused query, key and value; a tied head
         [["tp8", "sdp2-tp4", "dp2-tp4", "sdp8"]],
         [["sdp4", "tp4", "dp4+zero2", "dp2-sdp2"]],
-        [["tp2", "dp2"], ["sdp2", "tp2"]],
+        [["tp2", "dp2"], ["sdp2", "tp2+sp"]],
         [["single"] * 4],
         [["tp2-sdp2", "sdp2-tp2+sp", "tp4", "dp4"]],
-        [["single", "single"], ["single", "single"]],
     ],
     "t5": [  # tables that all stages have
         [["tp2", "sdp2"], ["dp2", "tp2", "sdp2", "tp2", "dp2"]],
         [["sdp4", "tp4", "dp2-sdp2", "tp2-dp2", "sdp4", "tp4", "dp4+zero2"]],
     ],
 }
+"""Each is saved under and loaded under the next."""
 _CHANGES = [(family, *pair) for family, plans in _PLANS.items() for pair in pairwise(plans)]
 
 

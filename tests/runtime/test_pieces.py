@@ -27,7 +27,7 @@ def test_parts_are_those_of_fsdp(size: int, degree: int) -> None:
 def test_pieces_are_put_back_where_they_were_taken(
     shape: tuple[int, ...], dim: int, degree: int, parts: int, shards: int
 ) -> None:
-    """Every element is in one piece: cut by tensor parallelism along one dim, then by rows."""
+    """Every element is in one piece: cut by tensor parallelism along one dim, then by rows; so is each of its boxes."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     again, count = torch.full_like(whole, -1), 0
     for index, shard in product(range(degree), range(shards)):
@@ -37,6 +37,11 @@ def test_pieces_are_put_back_where_they_were_taken(
         part = piece.take(whole)
         count += part.numel()
         piece.put(part, again)
+        boxed = torch.full_like(part, -1)
+        for box in piece.boxes():
+            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            box.of(boxed).copy_(whole[place])
+        assert torch.equal(boxed, part), "the piece's boxes are the same blocks in the whole"
     assert count == whole.numel()
     assert torch.equal(again, whole)
 

@@ -76,6 +76,7 @@ def find(path: Path) -> Saved:
 def begin(folder: Path, step: int) -> Path:
     """A fresh folder to write a step into, after deleting what dead runs left."""
     folder.mkdir(parents=True, exist_ok=True)
+    _sync_folder(folder.parent)
     for path in folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)

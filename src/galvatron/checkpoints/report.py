@@ -52,7 +52,7 @@ def reports(path: Path, *, verify: bool) -> list[Report]:
             listed.append(_report(saved.path, saved.step, manifest.world, "verified" if verify else "complete", None))
     known = {saved.path for saved in found}
     for other in sorted(folder.glob("step-*")):
-        if other not in known:
+        if other not in known and other.is_dir():
             ending = other.suffix.removeprefix(".")
             state = ending if ending in ("partial", "deleted", "abandoned") else "incomplete"
             listed.append(_report(other, None, None, state, None))

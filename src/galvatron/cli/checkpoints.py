@@ -21,10 +21,9 @@ def command(
     """List the checkpoints of a run: steps, sizes, and whether they are complete and undamaged."""
     from galvatron.checkpoints.report import checkpoints_view, reports
 
-    path = Path(run)
-    if not path.is_dir():
-        raise InvalidInput(f"{path}: no such folder; expected one that holds checkpoints")
-    found = reports(path, verify=verify)
+    found = reports(Path(run), verify=verify)
+    if not found:
+        raise InvalidInput(f"{run}: no checkpoints there; expected a folder that holds step-00000010 and the like")
     if as_json:
         opt.print_json([report.to_dict() for report in found])
     else:
