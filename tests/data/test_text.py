@@ -266,7 +266,7 @@ def too_short(folder: Path) -> Path:
         (mixed_kinds, r"files ending in .jsonl and .txt"),
         (unknown_kind, r"a.pdf': expected a file ending in .txt, .jsonl"),
         (nothing, r"the folder has no files ending in"),
-        (no_text, r"holds no text"),
+        (no_text, r"a.jsonl: holds no text"),
         (too_short, r"has 10 tokens; one sample takes 32"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -288,6 +288,13 @@ def test_what_is_not_here_is_not_fetched(tmp_path: Path) -> None:
         opened(path, tmp_path, None)
     with pytest.raises(InvalidInput, match=r"holds none of tokenizer.json"):
         opened(path, tmp_path, tmp_path)
+
+
+def test_a_tokenizer_that_nothing_needs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="tokenizer 'bytes': synthetic data needs none"):
+        open_data(None, GPT2, Training(sequence_length=LENGTH), tokenizer="bytes")
+    with pytest.raises(InvalidInput, match="tokenizer 'bytes': an image model needs none"):
+        open_data(tmp_path, config("vit"), Training(), tokenizer="bytes")
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:

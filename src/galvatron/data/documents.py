@@ -52,7 +52,7 @@ class _Files:
 
     @property
     def name(self) -> str:
-        return str(self.root)
+        return str(self.files[0] if len(self.files) == 1 else self.root)
 
     @property
     def key(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,17 @@ def open_data(
     data only. ``held_out`` is the share of samples kept for evaluation. Tokens are kept in ``cache``.
     """
     wanted = wanted_by(config, training)
+    spec = spec or "synthetic"
+    made_up = str(spec) == "synthetic"
+    if tokenizer is not None and (made_up or isinstance(wanted, ImagesWanted)):
+        raise InvalidInput(
+            f"tokenizer {str(tokenizer)!r}: {'synthetic data' if made_up else 'an image model'} needs none; leave it "
+            "out, or name the text to train a language model on"
+        )
     evaluated: Dataset | None = None
     folder = None
-    if spec is None or str(spec) == "synthetic":
+    dataset: Dataset
+    if made_up:
         dataset = synthetic(config, training, seed=seed)
     elif isinstance(wanted, ImagesWanted):
         root = _existing(spec)
@@ -67,7 +75,7 @@ def open_data(
             raise InvalidInput(f"data {str(root)!r}: is a file; expected a folder of class folders with images")
         normalisation = saved_normalisation(model_folder, wanted.channels)
         dataset = image_folder(root, wanted, normalisation, augment=True)
-        evaluated = image_folder(root, wanted, normalisation, augment=False)
+        evaluated = replace(dataset, augment=False)
     else:
         source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec))
         cache = cache or default_cache()
