@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ class _Run:
 
 
 @pytest.fixture
-def plan_file(tmp_path: Path) -> Iterator[str]:
+def plan_file(tmp_path: Path) -> str:
     plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2).save(tmp_path / "plan.json")
     return str(tmp_path / "plan.json")
 

@@ -99,7 +99,7 @@ class Loader:
         """How often the whole data set has been seen."""
         return self._seen / len(self._dataset)
 
-    def _indices(self, first: int, count: int) -> list[tuple[int, int]]:
+    def indices(self, first: int, count: int) -> list[tuple[int, int]]:
         """(epoch, index of the data set) of the samples from place ``first`` of the sequence on."""
         size, found = len(self._dataset), []
         while count:
@@ -116,7 +116,7 @@ class Loader:
 
     def __next__(self) -> Sample:
         if self._pool is None:
-            rows = self._make(self._indices(self._seen, self._batch), range(self._batch))
+            rows = self._make(self.indices(self._seen, self._batch), range(self._batch))
         else:
             while len(self._ahead) <= _AHEAD:
                 self._ahead.append(self._submit(self._pool))
@@ -131,7 +131,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor) -> list[Future[list[Sample]]]:
-        indices = self._indices(self._scheduled, self._batch)
+        indices = self.indices(self._scheduled, self._batch)
         self._scheduled += self._batch
         parts = [rows for rows in np.array_split(np.arange(self._batch), self._workers) if len(rows)]
         return [
