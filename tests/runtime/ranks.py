@@ -119,6 +119,8 @@ class Ranks:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.send_bytes(b"")
 
 
 @cache
@@ -130,6 +132,7 @@ def ranks(world: int) -> Ranks:
 
 
 def _serve(rank: int, world: int, port: int, stacks: Path, pipe: Connection) -> None:
+    pipe.recv_bytes()  # connecting while others are forked would leave them locks that the store's thread holds
     faulthandler.register(signal.SIGUSR1, file=(stacks / str(rank)).open("w"))
     gc.freeze()  # what is inherited is never collected: looking at it would copy its pages
     warnings.simplefilter("ignore")
