@@ -85,7 +85,7 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], Non
                 show(plan)
                 folder.begin(plan, asked.settings)
         folder.forget_endings()
-        say(f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left} restarts left)")
+        say(f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left - 1} restarts left)")
 
 
 class _Failed(GalvatronError):
