@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python 3.11+, pip and make:
-#   make demo    set up, plan the paper's main case and explain it, then plan for 4 CPU processes and train there
+#   make demo    set up, plan the paper's main case and compare it; then profile, plan and train on 4 CPU processes
 #   make test    set up, then lint, types and tests
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,9 +27,10 @@ demo: $(RUNTIME)
 	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json
 	$(BIN)/galvatron explain plan.json
 	$(BIN)/galvatron compare bert-huge-32 --cluster titan-rtx-8 --memory 8GiB,12GiB,16GiB,20GiB --paper
-	$(BIN)/galvatron plan bert-tiny --cluster cpu-4 --batch 16 --sequence-length 64 --output plan-cpu.json
-	$(BIN)/galvatron rehearse plan-cpu.json
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_bert.py plan-cpu.json
+	rm -rf runs/demo
+	$(BIN)/galvatron train examples/small-bert --devices 4 --batch 32 --data stories --tokenizer train --steps 60 \
+	  --lr 2e-3 --save-every 20 --evaluate-every 20 --out runs/demo
+	$(BIN)/galvatron export runs/demo runs/demo/model
 
 test: lint
 	$(BIN)/python -m pytest
