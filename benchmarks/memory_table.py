@@ -1,6 +1,7 @@
 """Does memory hold? Each plan's predicted peak beside what a rank really allocates, byte by byte, on the CPU.
 
-    python benchmarks/memory_table.py [NAME …]
+    python benchmarks/memory_table.py            prints the table, writes benchmarks/results/memory_table.json
+    python benchmarks/memory_table.py NAME …     prints these cases only
 
 Every family and every kind of strategy, alone and mixed, with and without a pipeline, on models small enough for a
 second a rank. ``tests/rehearsal/test_memory_holds.py`` asserts that all of them are within 5%.
@@ -38,6 +39,7 @@ from galvatron.zoo import load_cluster, load_model
 
 __all__ = ["CASES", "Case", "rehearsed"]
 
+RESULTS = Path(__file__).parent / "results" / "memory_table.json"
 _LENGTH = 64
 _CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {
@@ -201,9 +203,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"{'plan':20} {'rank':>4}  {'predicted':>10} {'measured':>10} {'ratio':>6}   of the prediction")
+    found = []
     for name in names:
         for each in rehearsed(CASES[name]):
             use = each.planned.memory
+            found.append(_row(name, each))
             print(
                 f"{name:20} {each.rank:4}  {format_bytes(each.predicted_bytes):>10} "
                 f"{format_bytes(each.measured.peak_bytes):>10} {each.memory_ratio:6.3f}   "
@@ -211,6 +215,23 @@ def main() -> None:
                 f"activations {format_bytes(use.activations)}, transient {format_bytes(use.transient)}",
                 flush=True,
             )
+    if names == list(CASES):
+        facts = {"torch": torch.__version__, "device": "cpu", "unit": "bytes", "ranks": found}
+        RESULTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(name: str, found: Rehearsal) -> dict[str, Any]:
+    return {
+        "plan": name,
+        "rank": found.rank,
+        "predicted": found.predicted_bytes,
+        "measured": found.measured.peak_bytes,
+        "predicted_over_measured": round(found.memory_ratio, 4),
+        "predicted_states": found.planned.memory.states,
+        "measured_states": found.measured.state_bytes,
+        "predicted_activations": found.planned.memory.activations,
+        "predicted_transient": found.planned.memory.transient,
+    }
 
 
 if __name__ == "__main__":

@@ -43,19 +43,16 @@ def test_peaks_are_as_predicted(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "bert pp2 1f1b"])
+@pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "bert pp2 1f1b", "gpt2 pp2 gpipe"])
 def test_a_rehearsal_takes_what_a_real_run_takes(name: str) -> None:
-    """Four processes joined by gloo, against the first rank of each stage alone. In a pipeline gloo may hold on to one
-    tensor it has sent, depending on which process is first."""
+    """Four processes joined by gloo, against the first rank of each stage alone. Mostly they agree to the byte; now and
+    then the meter misses that one of gloo's threads let go of a tensor, up to 0.5% here."""
     plan = _plan(name)
-    boundary = max(kind.boundary_bytes for kind in plan.model.kinds)
     real: list[Measured] = ranks(plan.cluster.devices).run(_real, plan)
     for stage in plan.stages:
         alone = _rehearsed(name, stage.devices[0])
-        sent = plan.micro_batch * boundary // stage.strategies[0].data_degree if plan.pipeline_degree > 1 else 0
         for rank in stage.devices:
-            excess = real[rank].peak_bytes - alone.peak_bytes
-            assert -0.02 * alone.peak_bytes <= excess <= 0.02 * alone.peak_bytes + sent, rank
+            assert alone.peak_bytes == pytest.approx(real[rank].peak_bytes, rel=0.02), rank
             assert alone.state_bytes == pytest.approx(real[rank].state_bytes, rel=0.02), rank
 
 

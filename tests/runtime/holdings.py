@@ -1,21 +1,24 @@
-"""Who must hold which rows and tokens: an oracle that numbers them.
+"""Who must hold which rows and tokens: an oracle that passes lists of row numbers around.
 
-A rank holds the rows whose number agrees with its own in the digits of the layout, and likewise the tokens.
+The first layer of a stage has the rows in the order of the batch. After that a rank slices and gathers what it has, as
+far as that leads to equal shares that together are the batch; where it does not, everybody gathers everything first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import chain
 from math import prod
 
 import torch
 from torch import Tensor
 
-from galvatron.runtime.layout import Grid
 from galvatron.space import Space, Switches
 from galvatron.spec import Cluster, Device, Digit, Form, Layout, Level
 
-__all__ = ["flat_cluster", "forms", "part"]
+__all__ = ["Rows", "changed_rows", "first_rows", "flat_cluster", "forms", "part"]
+
+Rows = list[list[int]]
+"""By rank."""
 
 
 def forms(devices: int) -> list[Form]:
@@ -37,31 +40,44 @@ def _place(rank: int, digits: Layout) -> int:
     return place
 
 
-def _rows(rank: int, layout: Layout, axes: Sequence[Digit], rows: int) -> list[int]:
-    """The rows a rank holds if each axis numbers equal blocks, the first axis the largest ones."""
-    held = []
-    for row in range(rows):
-        block, agrees = row // (rows // prod(axis.radix for axis in axes)), True
-        for axis in reversed(axes):
-            block, coordinate = divmod(block, axis.radix)
-            agrees = agrees and (axis not in layout or coordinate == _value(rank, axis))
-        if agrees:
-            held.append(row)
-    return held
+def first_rows(devices: int, layout: Layout, rows: int) -> Rows:
+    """In the first layer of a stage."""
+    return [_share(list(range(rows)), rank, layout) for rank in range(devices)]
 
 
-def _chunk(rank: int, layout: Layout, rows: int) -> list[int]:
-    """The rows a rank holds where digits have no axes: its share, in order."""
-    each = rows // prod(digit.radix for digit in layout)
-    return list(range(_place(rank, layout) * each, (_place(rank, layout) + 1) * each))
+def changed_rows(held: Rows, source: Layout, target: Layout) -> Rows:
+    """After a change of layout."""
+    everything = sorted({row for rows in held for row in rows})
+    for before, gathered, after in ((target - source, source - target, frozenset()), (frozenset(), source, target)):
+        if len(held[0]) % prod(digit.radix for digit in before):
+            continue
+        sliced = [_share(rows, rank, before) for rank, rows in enumerate(held)]
+        found = [list(chain(*(sliced[member] for member in _members(rank, gathered)))) for rank in range(len(held))]
+        found = [_share(rows, rank, after) for rank, rows in enumerate(found)]
+        shares = {_place(rank, target): rows for rank, rows in enumerate(found)}
+        alike = all(rows == shares[_place(rank, target)] for rank, rows in enumerate(found))
+        if alike and sorted(chain(*shares.values())) == everything:
+            return found
+    raise AssertionError((source, target))
 
 
-def part(rank: int, whole: Tensor, form: Form, grid: Grid) -> Tensor:
-    """What a rank holds of a whole micro-batch."""
-    axes = sorted(grid.axes, key=lambda axis: -axis.stride)
-    rows = _rows(rank, form.rows, axes, grid.rows) if grid.fits else _chunk(rank, form.rows, grid.rows)
-    each = whole.shape[1] // prod(digit.radix for digit in form.sequence)
-    first = _place(rank, form.sequence) * each
+def _share(rows: list[int], rank: int, digits: Layout) -> list[int]:
+    each = len(rows) // prod(digit.radix for digit in digits)
+    return rows[_place(rank, digits) * each : (_place(rank, digits) + 1) * each]
+
+
+def _members(rank: int, digits: Layout) -> list[int]:
+    """The ranks that differ from this one in no digit but these, in ascending order."""
+    members = [rank - sum(_value(rank, digit) * digit.stride for digit in digits)]
+    for digit in digits:
+        members = [member + turn * digit.stride for member in members for turn in range(digit.radix)]
+    return sorted(members)
+
+
+def part(rank: int, whole: Tensor, rows: list[int], sequence: Layout) -> Tensor:
+    """What a rank that holds these rows has of a whole micro-batch."""
+    each = whole.shape[1] // prod(digit.radix for digit in sequence)
+    first = _place(rank, sequence) * each
     return whole[torch.tensor(rows)][:, first : first + each].contiguous()
 
 

@@ -23,6 +23,7 @@ from galvatron.runtime.replicated import ReplicatedUnit
 from galvatron.runtime.sharded import ShardedUnit
 from galvatron.runtime.transfer import Side
 from galvatron.runtime.vocabulary import SplitCrossEntropy, SplitEmbedding
+from galvatron.spec import Layout
 
 __all__ = ["MUTANTS", "under"]
 
@@ -195,9 +196,8 @@ def _slices_have_the_rows_of_a_neighbour() -> _Patches:
     step = layout._Step.__call__
 
     def neighbours(self: layout._Step, rows: Tensor) -> Tensor:
-        sliced = self.target - self.source
-        moved = self.index ^ min(sliced).stride if sliced else self.index
-        return step(replace(self, index=moved), rows)
+        number, parts = self.before
+        return step(replace(self, before=((number + 1) % parts, parts)), rows)
 
     yield patch.object(layout._Step, "__call__", neighbours)
 
@@ -205,22 +205,19 @@ def _slices_have_the_rows_of_a_neighbour() -> _Patches:
 @_mutant
 def _slice_gather_sums_gradients_of_copies() -> _Patches:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        copies = len(ctx.change.forward.source - ctx.change.forward.target)
-        return ctx.change.backward(gradient.contiguous()) * 2**copies, None
+        group = ctx.change.forward.group
+        copies = 1 if group is None else group.size()
+        return ctx.change.backward(gradient.contiguous()) * copies, None
 
     yield patch.object(layout._SliceGather, "backward", staticmethod(backward))
 
 
 @_mutant
-def _gathered_rows_are_in_the_order_of_ranks() -> _Patches:
-    """Without the permutation back to the order of the batch."""
-    step = layout._Step.__call__
+def _inputs_stay_in_order_when_rows_change() -> _Patches:
+    def unmoved(placement: layout.Placement, target: Layout) -> layout.Placement:
+        return layout.Placement(target, placement.order)
 
-    def unordered(self: layout._Step, rows: Tensor) -> Tensor:
-        with patch.object(Tensor, "permute", lambda grid, *dims: grid.contiguous()):
-            return step(self, rows)
-
-    yield patch.object(layout._Step, "__call__", unordered)
+    yield patch.object(layout.Placement, "changed", unmoved)
 
 
 @_mutant

@@ -117,7 +117,7 @@ _CAUGHT_BY = {
     "targets are numbered from the wrong rank": "tensor",
     "slices have the rows of a neighbour": "mixed",
     "slice gather sums gradients of copies": "mixed",
-    "gathered rows are in the order of ranks": "mixed",
+    "inputs stay in order when rows change": "mixed",
     "inputs are those of a neighbours rows": "mixed",
     "stages receive rows in another order": "pipeline",
     "ignored targets are counted": "data",

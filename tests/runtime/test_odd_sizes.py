@@ -1,34 +1,36 @@
-"""Devices that are no power of two, and micro-batches too small for an axis a digit."""
+"""Devices that are no power of two, and micro-batches too small to divide by the digits of two layouts."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 from oracle import Case
 from parity import check
 from small_models import config
 
-from galvatron.runtime.layout import Grid
-from galvatron.spec import Strategy
+from galvatron.spec import Strategy, by_digits
 
 _SIX = config("bert", hidden_size=24, num_attention_heads=6, intermediate_size=48)
 
 
-def _fits(stage: list[str], rows: int) -> bool:
-    return Grid([Strategy.parse(text).layout for text in stage], rows).fits
+def _by_digits(stage: list[str], rows: int) -> list[bool]:
+    layouts = [Strategy.parse(text).layout for text in stage]
+    return [by_digits(source, target, rows) for source, target in pairwise(layouts)]
 
 
 @pytest.mark.parametrize(
-    ("stage", "fits"),
+    ("stage", "lines_up"),
     [
-        (["tp6", "sdp6", "dp3-tp2+rc", "tp3-dp2+zero2"], True),
-        (["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], False),
-        (["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], False),
-        (["tp2-dp3", "tp3-sdp2", "dp2-tp3", "sdp6"], False),
+        (["tp6", "sdp6", "dp3-tp2+rc", "tp3-dp2+zero2"], [True, True, True]),
+        (["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], [False, False, True]),
+        (["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], [True, False, True]),
+        (["tp2-dp3", "tp3-sdp2", "dp2-tp3", "sdp6"], [False, False, False]),
     ],
 )
-def test_six_devices(stage: list[str], fits: bool) -> None:
-    """3·2 and 2·3 write ranks in two ways; where a stage has both, rows are gathered whole between them."""
-    assert _fits(stage, 6) == fits
+def test_six_devices(stage: list[str], lines_up: list[bool]) -> None:
+    """3·2 and 2·3 write ranks in two ways; between neighbours that differ so rows are gathered whole."""
+    assert _by_digits(stage, 6) == lines_up
     check(Case(config=_SIX, stages=[stage], batch=12, micro_batches=2, clip=0.5, padding=True, steps=2))
 
 
@@ -51,7 +53,7 @@ def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
         ([["tp2-dp2", "dp2-tp2"], ["dp2-tp2", "tp2-sdp2"]], 4),
     ],
 )
-def test_fewer_rows_than_an_axis_a_digit_needs(stages: list[list[str]], batch: int) -> None:
+def test_fewer_rows_than_two_layouts_need(stages: list[list[str]], batch: int) -> None:
     """Two micro-batches of half as many rows as the stage has devices."""
-    assert not all(_fits(stage, batch // 2) for stage in stages)
+    assert not all(all(_by_digits(stage, batch // 2)) for stage in stages)
     check(Case(config=config("bert"), stages=stages, batch=batch, micro_batches=2, clip=0.5, padding=True, steps=2))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from itertools import product
-from math import prod
+from itertools import pairwise, product
 
 import pytest
 import torch
 import torch.distributed as dist
-from holdings import flat_cluster, forms, part
+from holdings import changed_rows, first_rows, flat_cluster, forms, part
 from ranks import ranks
 from traffic import Traffic
 
 from galvatron.cost.slice_gather import form_rates
 from galvatron.runtime.forms import FormChange
 from galvatron.runtime.groups import GroupKey, GroupPool, Position, partition
-from galvatron.runtime.layout import Grid
-from galvatron.spec import Form
+from galvatron.runtime.layout import Placements
+from galvatron.spec import Form, by_digits, gathered_digits
 
 _FEATURES = 3
 _ELEMENT = 8
@@ -25,68 +25,87 @@ _ELEMENT = 8
 
 @dataclass(frozen=True)
 class _Job:
-    """Changes to make between forms, and the forms of the layers of the stage that make up the grid."""
+    """The forms of a stage's layers, for several stages."""
 
-    pairs: list[tuple[Form, Form]]
+    stages: list[list[Form]]
     rows: int
     tokens: int
-    stage: list[Form] | None = None
-    """None: each pair is a stage of its own."""
 
-    def grid(self, source: Form, target: Form) -> Grid:
-        return Grid([form.rows for form in self.stage or (source, target)], self.rows)
+    @property
+    def size(self) -> int:
+        return self.rows * self.tokens * _FEATURES * _ELEMENT
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    fits: bool
+    """Of one change."""
+
     values: bool
     gradients: bool
     forward_volume: float
     backward_volume: float
 
+    @property
+    def volume(self) -> float:
+        return self.forward_volume + self.backward_volume
+
 
 def _change(job: _Job) -> list[_Outcome]:
-    """On a rank: make all the changes."""
+    """On a rank: make all the changes of all the stages."""
+    world = dist.get_world_size()
+    pool = GroupPool(
+        GroupKey(group)
+        for stage in job.stages
+        for a, b in pairwise(stage)
+        for digits in (
+            gathered_digits(a.rows, b.rows, job.rows),
+            gathered_digits(b.rows, a.rows, job.rows),
+            a.sequence,
+            b.sequence,
+        )
+        for group in partition(range(world), digits)
+    )
+    return [outcome for stage in job.stages for outcome in _stage(job, stage, pool)]
+
+
+def _stage(job: _Job, stage: list[Form], pool: GroupPool) -> list[_Outcome]:
     rank, world = dist.get_rank(), dist.get_world_size()
     position = Position(range(world), rank)
     whole = torch.arange(job.rows * job.tokens * _FEATURES, dtype=torch.float64).view(job.rows, job.tokens, _FEATURES)
     gradient = whole.flip(0) * 7
-    grids = [job.grid(source, target) for source, target in job.pairs]
-    pool = GroupPool(
-        GroupKey(group)
-        for grid, (a, b) in zip(grids, job.pairs, strict=True)
-        for digits in (grid.gathered(a.rows, b.rows), grid.gathered(b.rows, a.rows), a.sequence, b.sequence)
-        for group in partition(range(world), digits)
-    )
+    held = first_rows(world, stage[0].rows, job.rows)
+    placements = Placements([form.rows for form in stage], job.rows)
     outcomes = []
-    for grid, (source, target) in zip(grids, job.pairs, strict=True):
-        change = FormChange(pool, position, grid, source, target)
-        given = part(rank, whole, source, grid).requires_grad_()
+    for number, (source, target) in enumerate(pairwise(stage)):
+        after = changed_rows(held, source.rows, target.rows)
+        change = FormChange(pool, position, job.rows, source, target)
+        given = part(rank, whole, held[rank], source.sequence).requires_grad_()
         with Traffic() as forward:
             (changed,) = change((given,))
         with Traffic() as backward:
-            torch.autograd.backward(changed, part(rank, gradient, target, grid))
+            torch.autograd.backward(changed, part(rank, gradient, after[rank], target.sequence))
         assert given.grad is not None
+        said = [list(placements.at[number + 1].numbers(index)) for index in range(world)]
         outcomes.append(
             _Outcome(
-                grid.fits,
-                torch.equal(changed, part(rank, whole, target, grid)),
-                torch.equal(given.grad, part(rank, gradient, source, grid)),
+                said == after and torch.equal(changed, part(rank, whole, after[rank], target.sequence)),
+                torch.equal(given.grad, part(rank, gradient, held[rank], source.sequence)),
                 forward.volume,
                 backward.volume,
             )
         )
+        held = after
     return outcomes
 
 
 def _run(devices: int, job: _Job) -> list[_Outcome]:
-    """The outcome of each pair, the same on every rank and right on all of them."""
+    """The outcome of each change, the same on every rank and right on all of them."""
     found: list[list[_Outcome]] = ranks(devices).run(_change, job)
+    pairs = [pair for stage in job.stages for pair in pairwise(stage)]
     wrong = [
         (rank, source, target)
         for rank, outcomes in enumerate(found)
-        for (source, target), outcome in zip(job.pairs, outcomes, strict=True)
+        for (source, target), outcome in zip(pairs, outcomes, strict=True)
         if not (outcome.values and outcome.gradients)
     ]
     assert wrong == []
@@ -94,57 +113,63 @@ def _run(devices: int, job: _Job) -> list[_Outcome]:
     return found[0]
 
 
-def _charged(devices: int, pairs: list[tuple[Form, Form]], size: int) -> list[float]:
-    """What the planner charges for forward and backward of each pair, in bytes."""
-    used = list(dict.fromkeys(form for pair in pairs for form in pair))
-    per_byte, _ = form_rates(used, flat_cluster(devices))
-    return [float(per_byte[used.index(source), used.index(target)]) * size for source, target in pairs]
+def _charged(devices: int, job: _Job) -> list[float]:
+    """What the planner charges for forward and backward of each change, in bytes."""
+    used = list(dict.fromkeys(form for stage in job.stages for form in stage))
+    charges = form_rates(used, flat_cluster(devices)).change_s(job.rows, torch.tensor(float(job.size)).numpy())
+    return [float(charges[used.index(a), used.index(b)]) for stage in job.stages for a, b in pairwise(stage)]
 
 
-@pytest.mark.parametrize("devices", [4, 8])
-def test_all_pairs_of_forms_in_one_stage(devices: int) -> None:
-    """Each digit has an axis of its own: the volume is exactly what the planner charges."""
-    every = forms(devices)
-    pairs = list(product(every, every))
-    outcomes = _run(devices, _Job(pairs, rows=2 * devices, tokens=devices, stage=every))
-    assert all(outcome.fits for outcome in outcomes)
-    found = [outcome.forward_volume + outcome.backward_volume for outcome in outcomes]
-    assert found == pytest.approx(_charged(devices, pairs, 2 * devices * devices * _FEATURES * _ELEMENT))
+def _pairs(every: list[Form]) -> list[list[Form]]:
+    return [list(pair) for pair in product(every, repeat=2)]
+
+
+def _layouts(devices: int, rows: int) -> list[Form]:
+    """Forms without sequences, of as many parts as divide the rows."""
+    every = dict.fromkeys(Form(form.rows) for form in forms(devices))
+    return [form for form in every if rows % form.parts == 0]
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+def test_all_pairs_of_forms(devices: int) -> None:
+    """The volume is exactly what the planner charges. On 6 devices some pairs write ranks in two radices, and are
+    gathered whole; the planner charges that too."""
+    job = _Job(_pairs(forms(devices)), rows=2 * devices, tokens=devices)
+    found = [outcome.volume for outcome in _run(devices, job)]
+    assert found == pytest.approx(_charged(devices, job))
 
 
 @pytest.mark.parametrize("devices", [4, 8])
 def test_rows_that_are_only_sliced_send_nothing(devices: int) -> None:
     """Forward from coarser to finer rows, and backward of the other way round; all else moves something."""
-    layouts = list(dict.fromkeys(form.rows for form in forms(devices)))
-    pairs = [(Form(a), Form(b)) for a, b in product(layouts, repeat=2)]
-    outcomes = _run(devices, _Job(pairs, rows=devices, tokens=1, stage=[Form(layout) for layout in layouts]))
-    for (source, target), outcome in zip(pairs, outcomes, strict=True):
+    pairs = _pairs(_layouts(devices, devices))
+    for (source, target), outcome in zip(pairs, _run(devices, _Job(pairs, rows=devices, tokens=1)), strict=True):
         assert (outcome.forward_volume == 0) == (source.rows <= target.rows)
         assert (outcome.backward_volume == 0) == (target.rows <= source.rows)
 
 
-@pytest.mark.parametrize("devices", [4, 6, 8])
-def test_all_pairs_of_layouts_as_stages_of_their_own(devices: int) -> None:
-    """Axes are just those of the two layouts. On 6 devices some pairs write ranks in two radices and are gathered
-    whole; the planner charges that too."""
-    layouts = list(dict.fromkeys(form.rows for form in forms(devices)))
-    pairs = [(Form(a), Form(b)) for a, b in product(layouts, repeat=2)]
-    outcomes = _run(devices, _Job(pairs, rows=36 if devices == 6 else 2 * devices, tokens=1))
-    assert all(outcome.fits for outcome in outcomes) == (devices != 6)
-    found = [outcome.forward_volume + outcome.backward_volume for outcome in outcomes]
-    rows = 36 if devices == 6 else 2 * devices
-    assert found == pytest.approx(_charged(devices, pairs, rows * _FEATURES * _ELEMENT))
+@pytest.mark.parametrize(("devices", "rows"), [(4, 2), (8, 2), (8, 4), (6, 2), (6, 3)])
+def test_too_few_rows_for_both_layouts(devices: int, rows: int) -> None:
+    """Where the rows do not divide by the digits of both, a change gathers the source whole, and the planner charges
+    that; layouts that contain each other need no more rows than they have parts."""
+    pairs = _pairs(_layouts(devices, rows))
+    job = _Job(pairs, rows=rows, tokens=1)
+    outcomes = _run(devices, job)
+    assert [outcome.volume for outcome in outcomes] == pytest.approx(_charged(devices, job))
+    whole = [not by_digits(source.rows, target.rows, rows) for source, target in pairs]
+    assert any(whole)
+    for (source, target), outcome, gathered in zip(pairs, outcomes, whole, strict=True):
+        if gathered:
+            assert outcome.forward_volume == pytest.approx(job.size * (source.parts - 1) / source.parts)
+        if source.rows <= target.rows:
+            assert outcome.forward_volume == 0
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(4, 2), (8, 4)])
-def test_too_few_rows_for_an_axis_a_digit(devices: int, rows: int) -> None:
-    """Layouts are plain chunks then, and a change gathers the source whole: (g − 1)/g of the rows, g its parts."""
-    layouts = [layout for layout in dict.fromkeys(form.rows for form in forms(devices)) if 2 ** len(layout) <= rows]
-    pairs = [(Form(a), Form(b)) for a, b in product(layouts, repeat=2)]
-    outcomes = _run(devices, _Job(pairs, rows=rows, tokens=1, stage=[Form(layout) for layout in layouts]))
-    assert not any(outcome.fits for outcome in outcomes)
-    size = rows * _FEATURES * _ELEMENT
-    for (source, target), outcome in zip(pairs, outcomes, strict=True):
-        parts = [1 if source == target else prod(digit.radix for digit in form.rows) for form in (source, target)]
-        assert outcome.forward_volume == pytest.approx(size * (parts[0] - 1) / parts[0])
-        assert outcome.backward_volume == pytest.approx(size * (parts[1] - 1) / parts[1])
+@pytest.mark.parametrize(("devices", "rows"), [(4, 2), (4, 8), (6, 6), (6, 12), (8, 4), (8, 16)])
+def test_each_change_of_a_stage_costs_what_it_would_alone(devices: int, rows: int) -> None:
+    """Ten layers in random forms: however mixed they are, each pair of neighbours sends what it is charged."""
+    rng = random.Random(devices * rows)
+    every = [form for form in forms(devices) if rows % form.parts == 0]
+    job = _Job([[rng.choice(every) for _ in range(10)] for _ in range(6)], rows=rows, tokens=devices)
+    found = [outcome.volume for outcome in _run(devices, job)]
+    assert found == pytest.approx(_charged(devices, job))

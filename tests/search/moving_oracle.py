@@ -35,8 +35,15 @@ def divided(strategy: Strategy) -> Divided:
 
 
 def moves(
-    strategies: Sequence[Strategy], model: ModelSpec, cluster: Cluster, *, micro_batch: int, pipelined: bool
+    strategies: Sequence[Strategy],
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    micro_batch: int,
+    pipelined: bool,
+    counts_rows: bool,
 ) -> Moves:
+    """``counts_rows``: rows cannot be divided further than there are."""
     ways = list(dict.fromkeys(divided(strategy) for strategy in strategies))
     sizes = [micro_batch * kind.boundary_bytes for kind in model.kinds]
     link = cluster.stage_link(strategies[0].devices) if pipelined else None
@@ -44,17 +51,23 @@ def moves(
     def received_s(size: int, way: Divided) -> float:
         return 0.0 if link is None else size / ranks(way[0]) / ranks(way[1]) / link.bytes_per_s + link.latency_s
 
-    change = [
-        [[change_s(size, a, b, cluster) + change_s(size, b, a, cluster) for b in ways] for a in ways] for size in sizes
-    ]
+    rows = micro_batch if counts_rows else 0
+
+    def both_s(size: int, one: Divided, other: Divided) -> float:
+        return change_s(size, rows, one, other, cluster) + change_s(size, rows, other, one, cluster)
+
+    change = [[[both_s(size, a, b) for b in ways] for a in ways] for size in sizes]
     transfer = [[received_s(size, way) for way in ways] for size in sizes]
     return Moves(
         np.array([ways.index(divided(strategy)) for strategy in strategies]), _whole_ns(change), _whole_ns(transfer)
     )
 
 
-def change_s(size: int, before: Divided, after: Divided, cluster: Cluster) -> float:
-    """One direction between two layers of a stage: sequences whole, rows changed, sequences sliced."""
+def change_s(size: int, count: int, before: Divided, after: Divided, cluster: Cluster) -> float:
+    """One direction between two layers of a stage: sequences whole, rows changed, sequences sliced.
+
+    ``count``: of the rows; 0, which everything divides: enough of them.
+    """
     (rows, sequence), (wanted_rows, wanted_sequence) = before, after
     held, seconds = size / ranks(rows) / ranks(sequence), 0.0
 
@@ -67,7 +80,7 @@ def change_s(size: int, before: Divided, after: Divided, cluster: Cluster) -> fl
 
     if sequence != wanted_sequence:
         gather(sequence)
-    if all(_one_radix(a, b) for a in rows for b in wanted_rows):
+    if all(_one_radix(a, b) for a in rows for b in wanted_rows) and count % ranks(rows | wanted_rows) == 0:
         held /= ranks(wanted_rows - rows)
         gather(rows - wanted_rows)
     elif not rows <= wanted_rows:

@@ -157,7 +157,12 @@ def stage_of(
     kinds = [names.index(layer.name) for layer in model.layers]
     tables = costs.tables(np.array(batch // micro_batches), np.array(micro_batches))
     moved = moves(
-        costs.strategies, model, problem.cost.cluster, micro_batch=batch // micro_batches, pipelined=degree > 1
+        costs.strategies,
+        model,
+        problem.cost.cluster,
+        micro_batch=batch // micro_batches,
+        pipelined=degree > 1,
+        counts_rows=problem.cost.conventions is GALVATRON,
     )
     nothing: Integers = np.zeros(moved.transfer.shape[1], dtype=np.int64)
     held = _held(problem, degree, stage, micro_batches)

@@ -60,7 +60,7 @@ def changed(devices: int, source: Layout, target: Layout) -> tuple[Rows, int]:
 
     What is not wanted is sliced off before the gather where that leads to the target, else after it.
     """
-    digits = gathered_digits(source, target)
+    digits = gathered_digits(source, target, devices)
     before = slice_rows(held(devices, source), target - source)
     after = gather(before, digits)
     if after == held(devices, target):
@@ -83,7 +83,7 @@ def test_on_powers_of_two_nothing_is_gathered_in_vain(devices: int) -> None:
     """Slicing always comes first, and gathering over any fewer digits would leave rows missing."""
     layouts = layouts_of(devices)
     for source, target in product(layouts, repeat=2):
-        digits = gathered_digits(source, target)
+        digits = gathered_digits(source, target, devices)
         sliced = slice_rows(held(devices, source), target - source)
         assert gather(sliced, digits) == held(devices, target)
         for digit in digits:
@@ -94,7 +94,7 @@ def test_on_powers_of_two_nothing_is_gathered_in_vain(devices: int) -> None:
 def test_nothing_is_gathered_between_equal_layouts_or_towards_finer_ones(devices: int) -> None:
     for source, target in product(layouts_of(devices), repeat=2):
         if source <= target:
-            assert gathered_digits(source, target) == frozenset()
+            assert gathered_digits(source, target, devices) == frozenset()
 
 
 @pytest.mark.parametrize("devices", [4, 8, 16])
@@ -148,8 +148,9 @@ def _flat_cluster(devices: int) -> Cluster:
 def test_a_change_is_priced_by_the_rows_it_moves(devices: int) -> None:
     """Forward and backward together, as a share of the batch."""
     layouts = layouts_of(devices)
-    per_byte, fixed = form_rates([Form(layout) for layout in layouts], _flat_cluster(devices))
-    assert not fixed.any()
+    rates = form_rates([Form(layout) for layout in layouts], _flat_cluster(devices))
+    assert not rates.fixed_s.any()
+    per_byte = rates.change_s(devices, np.array(1.0))
     differ = []
     for (i, source), (j, target) in product(enumerate(layouts), repeat=2):
         received = changed(devices, source, target)[1] + changed(devices, target, source)[1]
@@ -183,7 +184,7 @@ def _cells_received(devices: int, source: Form, target: Form) -> int:
 @pytest.mark.parametrize("devices", [4, 6, 8, 12])
 def test_a_change_of_form_is_priced_by_the_cells_it_moves(devices: int) -> None:
     forms = _forms_of(devices)
-    per_byte, _ = form_rates(forms, _flat_cluster(devices))
+    per_byte = form_rates(forms, _flat_cluster(devices)).change_s(devices, np.array(1.0))
     differ = []
     for (i, source), (j, target) in product(enumerate(forms), repeat=2):
         received = _cells_received(devices, source, target) + _cells_received(devices, target, source)

@@ -26,12 +26,24 @@ class Conventions:
     """Under SDP, gather buffers as large as the model's largest layer that the allocator keeps all the time."""
     pipeline_transients: int
     """Micro-batches whose working sets a pipeline's stage holds at once (no more than there are)."""
+    counts_rows: bool
+    """Whether Slice-Gather of a micro-batch with too few rows gathers it whole; the paper's prices know no rows."""
 
 
 GALVATRON = Conventions(
-    name="galvatron", gather_ahead=True, gathered_copies=2, largest_layers_kept=0, pipeline_transients=1
+    name="galvatron",
+    gather_ahead=True,
+    gathered_copies=2,
+    largest_layers_kept=0,
+    pipeline_transients=1,
+    counts_rows=True,
 )
 PAPER_SYSTEMS = Conventions(
-    name="paper", gather_ahead=False, gathered_copies=0, largest_layers_kept=1, pipeline_transients=2
+    name="paper",
+    gather_ahead=False,
+    gathered_copies=0,
+    largest_layers_kept=1,
+    pipeline_transients=2,
+    counts_rows=False,
 )
 CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)

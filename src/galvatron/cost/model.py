@@ -19,7 +19,7 @@ from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_r
 from galvatron.cost.conventions import Conventions
 from galvatron.cost.overlap import overlapped_s
 from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
-from galvatron.cost.slice_gather import change_s, form_rates
+from galvatron.cost.slice_gather import form_rates
 from galvatron.spec import Cluster, Form, Kind, LayerSpec, Layout, ModelProfile, ModelSpec, Strategy
 
 __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
@@ -95,7 +95,7 @@ class StageCosts:
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
         self._allowed = np.array([[_allows(kind, s) for s in strategies] for kind in cost.model.kinds])
-        self._rates = form_rates(self.layouts, cost.cluster)
+        self._rates = form_rates(self.layouts, cost.cluster, always_by_digits=not cost.conventions.counts_rows)
         whole: Layout = frozenset()
         tensor = [strategy.digits(Kind.TP) for strategy in strategies]
         self.splits: tuple[Layout, ...] = tuple(dict.fromkeys([whole, *tensor]))
@@ -242,8 +242,8 @@ class StageCosts:
 
     def change_ns(self, micro_batch: int) -> Integers:
         """Slice-Gather after a layer of each kind, from form to form: (T, K, K)."""
-        per_byte, fixed = self._rates
-        return _up(change_s(micro_batch * self._layers.boundary_bytes[:, :, None], per_byte, fixed) * 1e9)
+        size = micro_batch * self._layers.boundary_bytes[:, :, None]
+        return _up(self._rates.change_s(micro_batch, size) * 1e9)
 
     def transfer_ns(self, micro_batch: int) -> Integers:
         """One direction of the transfer between stages after a layer of each kind, by the receiver's form: (T, K).

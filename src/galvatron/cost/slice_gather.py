@@ -9,60 +9,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galvatron.cost.communication import Floats
-from galvatron.spec import Cluster, Form, Layout, gathered_digits, lines_up
+from galvatron.spec import Cluster, Form, Layout, lines_up
 
-__all__ = ["change_s", "form_rates"]
+__all__ = ["FormRates", "form_rates"]
 
 
-def form_rates(forms: Sequence[Form], cluster: Cluster) -> tuple[Floats, Floats]:
-    """Seconds a byte of the whole micro-batch's boundary tensor, and fixed seconds, for each pair of forms.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormRates:
+    """What changing the form costs, forward and backward together: (K, K), from row to column."""
 
-    Forward and backward together; (K, K), from row to column.
-    """
+    per_byte: Floats
+    """Seconds a byte of the whole micro-batch's boundary tensor."""
+    fixed_s: Floats
+    whole_per_byte: Floats
+    """The same where the source is gathered whole."""
+    whole_fixed_s: Floats
+    rows: NDArray[np.int64]
+    """Rows of a micro-batch that this does not divide are too few to go digit by digit."""
+
+    def change_s(self, micro_batch: int, batch_bytes: Floats) -> Floats:
+        """Time to change form between two layers, for whole-micro-batch boundary tensors of these sizes."""
+        enough = micro_batch % self.rows == 0
+        seconds: Floats = batch_bytes * np.where(enough, self.per_byte, self.whole_per_byte)
+        return seconds + np.where(enough, self.fixed_s, self.whole_fixed_s)
+
+
+def form_rates(forms: Sequence[Form], cluster: Cluster, *, always_by_digits: bool = False) -> FormRates:
+    """Rates of all pairs of forms. ``always_by_digits``: as if rows were never too few."""
     count = len(forms)
-    per_byte, fixed = np.zeros((count, count)), np.zeros((count, count))
+    rows = np.ones((count, count), dtype=np.int64)
+    per_byte, fixed, whole_per_byte, whole_fixed = (np.zeros((count, count)) for _ in range(4))
     for i, source in enumerate(forms):
         for j, target in enumerate(forms):
-            for digits, parts in _gathers(source, target):
-                group, link = _size(digits), cluster.link(digits)
-                per_byte[i, j] += (group - 1) / group / parts / link.bytes_per_s
-                fixed[i, j] += link.latency_s
-    return per_byte + per_byte.T, fixed + fixed.T
+            nested = source.rows <= target.rows or target.rows <= source.rows  # as both divide the rows, so does this
+            lined_up = nested or lines_up(source.rows, target.rows)
+            per_byte[i, j], fixed[i, j] = _gathers_s(source, target, cluster, whole=not lined_up)
+            if lined_up and not nested and not always_by_digits:
+                rows[i, j] = _size(source.rows | target.rows)
+                whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, whole=True)
+    return FormRates(
+        per_byte=per_byte + per_byte.T,
+        fixed_s=fixed + fixed.T,
+        whole_per_byte=whole_per_byte + whole_per_byte.T,
+        whole_fixed_s=whole_fixed + whole_fixed.T,
+        rows=rows,
+    )
 
 
-def _gathers(source: Form, target: Form) -> Iterator[tuple[Layout, int]]:
+def _gathers_s(source: Form, target: Form, cluster: Cluster, *, whole: bool) -> tuple[float, float]:
+    """Seconds a byte and fixed seconds of one direction. A ring of g moves (g−1)/g of what a rank holds afterwards."""
+    per_byte, fixed_s = 0.0, 0.0
+    for digits, parts in _gathers(source, target, whole=whole):
+        group, link = _size(digits), cluster.link(digits)
+        per_byte += (group - 1) / group / parts / link.bytes_per_s
+        fixed_s += link.latency_s
+    return per_byte, fixed_s
+
+
+def _gathers(source: Form, target: Form, *, whole: bool) -> Iterator[tuple[Layout, int]]:
     """The all-gathers of one direction: the digits each spans, and the parts of the boundary tensor it leaves.
 
-    A ring of g moves (g−1)/g of what a rank holds afterwards. Sequences that both forms divide alike stay divided.
+    Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|; a source that is
+    gathered whole leaves all of them. Sequences that both forms divide alike stay divided.
     """
     alike = source.sequence == target.sequence
     if not alike and source.sequence:
         yield source.sequence, _size(source.rows)
-    digits, parts = _gathered_rows(source.rows, target.rows)
+    digits, parts = (source.rows, 1) if whole else (source.rows - target.rows, _size(target.rows))
     if digits:
         yield digits, parts * _size(source.sequence) if alike else parts
 
 
-@lru_cache(maxsize=65536)
-def _gathered_rows(source: Layout, target: Layout) -> tuple[Layout, int]:
-    """The digits of rows to gather, and the parts that leaves.
-
-    Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|. Layouts that write
-    ranks in different radices gather the whole batch before they slice it.
-    """
-    return gathered_digits(source, target), _size(target) if lines_up(source, target) else 1
-
-
 def _size(digits: Layout) -> int:
     return math.prod(digit.radix for digit in digits)
-
-
-def change_s(batch_bytes: Floats, per_byte: Floats, fixed: Floats) -> Floats:
-    """Time to change form between two layers, for whole-micro-batch boundary tensors of these sizes."""
-    seconds: Floats = batch_bytes * per_byte + fixed
-    return seconds

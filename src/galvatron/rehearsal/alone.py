@@ -20,23 +20,27 @@ _SPREAD = 0.02
 """Of received numbers: about that of fresh weights, far from zero, infinity and denormals."""
 
 
-class _Done:
-    """A message that has arrived. (The fake group's own never say so, and would be waited for with their buffers.)"""
+class _Late:
+    """A message that takes as long as it is let: a real one's buffers may be held until it is waited for."""
+
+    def __init__(self) -> None:
+        self._waited_for = False
 
     def is_completed(self) -> bool:
-        return True
+        return self._waited_for
 
     def wait(self) -> bool:
+        self._waited_for = True
         return True
 
 
-def _exchange(operations: Sequence[dist.P2POp]) -> list[_Done]:
+def _exchange(operations: Sequence[dist.P2POp]) -> list[_Late]:
     """In place of ``batch_isend_irecv``. The fake group would leave in a received tensor whatever its memory happened
     to hold, which may be slow to compute with."""
     for operation in operations:
         if operation.op is dist.irecv:
             operation.tensor.normal_(std=_SPREAD)
-    return [_Done()]
+    return [_Late()]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from galvatron.models.weights import Weights
 from galvatron.runtime.borrowing import SplitRowsOf, lend, resplit
 from galvatron.runtime.forms import FormChange
 from galvatron.runtime.groups import GroupPool, Position, ranks_along, spell
-from galvatron.runtime.layout import Grid
+from galvatron.runtime.layout import Placements
 from galvatron.runtime.pieces import Cut, Piece, part_of
 from galvatron.runtime.randomness import LayerRandomness, draws
 from galvatron.runtime.replicated import ReplicatedUnit
@@ -55,11 +55,11 @@ class Assembly:
 
 
 def assemble(
-    cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], grid: Grid, pool: GroupPool, rank: int,
+    cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], placements: Placements, pool: GroupPool, rank: int,
     weights: Weights, settings: Settings,
 ) -> Assembly:  # fmt: skip
     """Build the stage of a rank."""
-    return _Assembler(cut, plan, stages, grid, pool, rank, settings).assemble(weights)
+    return _Assembler(cut, plan, stages, placements, pool, rank, settings).assemble(weights)
 
 
 @dataclass(kw_only=True)
@@ -78,10 +78,10 @@ class _Part:
 
 class _Assembler:
     def __init__(
-        self, cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], grid: Grid, pool: GroupPool, rank: int,
-        settings: Settings,
+        self, cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], placements: Placements, pool: GroupPool,
+        rank: int, settings: Settings,
     ) -> None:  # fmt: skip
-        self.cut, self.plan, self.stages, self.grid, self.pool = cut, plan, stages, grid, pool
+        self.cut, self.plan, self.stages, self.placements, self.pool = cut, plan, stages, placements, pool
         self.settings = settings
         self.position = Position(plan.ranks, rank)
         self.units: list[Unit] = []
@@ -90,15 +90,15 @@ class _Assembler:
         self._prepare: dict[int, Callable[[], None]] = {}
 
     def assemble(self, weights: Weights) -> Assembly:
-        slots, changes = [], []
+        slots, changes, rows = [], [], self.placements.rows
         before: Strategy | None = None
         for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
             changes.append(
-                None if before is None else FormChange(self.pool, self.position, self.grid, before.form, strategy.form)
+                None if before is None else FormChange(self.pool, self.position, rows, before.form, strategy.form)
             )
             slots.append(self._slot(index, strategy, weights.tensors(index)))
             before = strategy
-        stage = Stage(slots, [strategy.layout for strategy in self.plan.strategies], changes)
+        stage = Stage(slots, self.placements.numbers, changes)
         stage.train()
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
         if sharded:

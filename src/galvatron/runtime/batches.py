@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from galvatron.errors import InvalidInput
 from galvatron.models.layer import Batch, CutModel
-from galvatron.runtime.layout import Grid
-from galvatron.spec import Layout
+from galvatron.runtime.layout import Placements
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
 
@@ -19,15 +18,16 @@ __all__ = ["LocalBatch", "MicroBatch", "Reader"]
 class MicroBatch:
     """One micro-batch's inputs on this rank."""
 
-    def __init__(self, cut: CutModel, rows: Mapping[Layout, Batch], dtype: torch.dtype) -> None:
+    def __init__(self, cut: CutModel, rows: Sequence[Batch], dtype: torch.dtype) -> None:
+        """``rows``: by the number of the placement."""
         self._cut, self._rows, self._dtype = cut, rows, dtype
-        self._contexts: dict[Layout, Any] = {}
+        self._contexts: dict[int, Any] = {}
 
-    def context(self, layout: Layout) -> Any:
-        """What layers of this layout share (masks, positions); made on first use."""
-        if layout not in self._contexts:
-            self._contexts[layout] = self._cut.context(self._rows[layout], self._dtype)
-        return self._contexts[layout]
+    def context(self, placement: int) -> Any:
+        """What layers that hold the same rows share (masks, positions); made on first use."""
+        if placement not in self._contexts:
+            self._contexts[placement] = self._cut.context(self._rows[placement], self._dtype)
+        return self._contexts[placement]
 
     def release(self) -> None:
         """Let go of masks and positions after backward."""
@@ -51,27 +51,27 @@ class Reader:
     def __init__(
         self,
         cut: CutModel,
-        needs: Mapping[Layout, frozenset[str]],
-        grid: Grid,
+        needs: Sequence[frozenset[str]],
+        placements: Placements,
         index: int,
         *,
         micro_batches: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """``needs``: names of the inputs that this stage's layers of each layout read."""
-        self._cut, self._needs, self._grid, self._index = cut, needs, grid, index
+        """``needs``: names of the inputs that this stage's layers of each distinct placement read."""
+        self._cut, self._needs, self._placements, self._index = cut, needs, placements, index
         self._micro_batches, self._device, self._dtype = micro_batches, device, dtype
 
     def local(self, batch: Batch) -> LocalBatch:
         """This rank's part of a whole batch; all ranks are given the same one."""
-        expected = self._grid.rows * self._micro_batches
+        expected = self._placements.rows * self._micro_batches
         for name, tensor in batch.items():
             if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
                 given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else repr(tensor)
                 raise InvalidInput(
                     f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
-                    f"({self._micro_batches} micro-batches of {self._grid.rows}), the same on every rank"
+                    f"({self._micro_batches} micro-batches of {self._placements.rows}), the same on every rank"
                 )
         missing = self._cut.required - batch.keys()
         if missing:
@@ -93,14 +93,13 @@ class Reader:
         return {name: frozenset(numbers) for name, numbers in rows.items()}
 
     def _part(self, batch: Batch, number: int) -> MicroBatch:
-        first = number * self._grid.rows
-        rows = {
-            layout: {
-                name: self._grid.take(batch[name][first : first + self._grid.rows], layout, self._index).to(
-                    self._device, non_blocking=True
-                )
+        count = self._placements.rows
+        whole = {name: tensor[number * count : (number + 1) * count] for name, tensor in batch.items()}
+        rows = [
+            {
+                name: placement.take(whole[name], self._index).to(self._device, non_blocking=True)
                 for name in names & batch.keys()
             }
-            for layout, names in self._needs.items()
-        }
+            for placement, names in zip(self._placements.distinct, self._needs, strict=True)
+        ]
         return MicroBatch(self._cut, rows, self._dtype)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from galvatron.models.layer import Activations
 from galvatron.runtime import operators
 from galvatron.runtime.groups import GroupPool, Position
-from galvatron.runtime.layout import Change, Grid
+from galvatron.runtime.layout import Change
 from galvatron.spec import Form
 
 __all__ = ["FormChange"]
@@ -22,10 +22,11 @@ __all__ = ["FormChange"]
 class FormChange:
     """From one form to another, with gradients."""
 
-    def __init__(self, pool: GroupPool, position: Position, grid: Grid, source: Form, target: Form) -> None:
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Form, target: Form) -> None:
+        """``rows``: of the micro-batch."""
         same = source.sequence == target.sequence
         self._gather: ProcessGroup | None = None if same else pool.along(position, source.sequence)
-        self._rows = Change(pool, position, grid, source.rows, target.rows)
+        self._rows = Change(pool, position, rows, source.rows, target.rows)
         self._slice: ProcessGroup | None = None if same else pool.along(position, target.sequence)
 
     def __call__(self, activations: Activations) -> Activations:

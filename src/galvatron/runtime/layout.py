@@ -1,15 +1,17 @@
 """Which rows of a micro-batch a rank holds, and Slice-Gather between layers that differ (paper Section 4).
 
-The rows are seen as a grid with one axis for each digit of the rank that any layer of the stage divides them by, and
-one more for the rest. A layout is the set of digits whose axes are divided, so that going from A to B slices B∖A, which
-sends nothing, and all-gathers A∖B: the least volume there is. Backward of A→B is forward of B→A, because each rank
-holds the gradient of the whole loss by its own rows.
+A layout is the set of digits of the rank that divide the rows. From A to B a rank slices its rows by the digits in B∖A,
+which sends nothing, and all-gathers over those in A∖B: the least volume there is. Backward of A→B is forward of B→A,
+because each rank holds the gradient of the whole loss by its own rows.
+
+Which rows those are follows from layer to layer: the first has them in the order of the batch, and each change takes
+them as they lie. Nothing is put back into order, so a change only asks for what its own two layouts need.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,104 +20,100 @@ from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
 from galvatron.runtime.groups import GroupPool, Position, spell
-from galvatron.spec import Digit, Layout, lines_up
+from galvatron.spec import Layout, by_digits, gathered_digits
 
-__all__ = ["Change", "Grid"]
+__all__ = ["Change", "Placement", "Placements"]
 
 
-class Grid:
-    """The axes of a stage's micro-batch."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rows that each rank holds at one layer."""
 
-    def __init__(self, layouts: Iterable[Layout], rows: int) -> None:
-        """``layouts``: those of the stage's layers; ``rows``: of the micro-batch."""
-        layouts = set(layouts)
-        digits: set[Digit] = set().union(*layouts)
-        self.rows = rows
-        self.axes: tuple[Digit, ...] = tuple(sorted(digits, reverse=True))
-        self.fits = rows % math.prod(axis.radix for axis in self.axes) == 0 and all(
-            lines_up(first, second) for first in layouts for second in layouts
-        )
-        """Whether each digit can have an axis of its own. If not (too few rows, or ranks written in two mixed radices),
-        layouts are plain chunks, and changing between them gathers the source whole."""
+    layout: Layout
+    order: tuple[int, ...]
+    """All rows: those of the ranks whose digits spell 0, then 1, …"""
 
-    def numbers(self, layout: Layout, index: int) -> Tensor:
+    def numbers(self, index: int) -> tuple[int, ...]:
         """The row numbers that rank ``index`` of the stage holds, in its order."""
-        return self.take(torch.arange(self.rows), layout, index)
+        each = len(self.order) // _size(self.layout)
+        first = spell(index, self.layout) * each
+        return self.order[first : first + each]
 
-    def take(self, whole: Tensor, layout: Layout, index: int) -> Tensor:
+    def take(self, whole: Tensor, index: int) -> Tensor:
         """The rows of a whole micro-batch that rank ``index`` of the stage holds."""
-        if not self.fits:
-            parts = math.prod(digit.radix for digit in layout)
-            return whole.tensor_split(parts)[spell(index, layout)]
-        return _select(whole, self.axes, layout, index)
+        numbers = self.numbers(index)
+        if numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+            return whole[numbers[0] : numbers[-1] + 1]
+        return whole[torch.tensor(numbers, device=whole.device)]
 
-    def gathered(self, source: Layout, target: Layout) -> Layout:
-        """The digits that an all-gather spans when rows go from one layout to another."""
-        if source == target:
-            return frozenset()
-        return source - target if self.fits else source
+    def changed(self, target: Layout) -> Placement:
+        """Where the rows lie after a change of layout.
 
-    def ordered(self, layout: Layout) -> list[Digit]:
-        return [axis for axis in self.axes if axis in layout]
+        Digit by digit they are seen as a grid, with an axis for each digit of this layout, then for those it is sliced
+        by, then for the rest. The pieces a rank gathers lie behind each other in what it has then.
+        """
+        if not by_digits(self.layout, target, len(self.order)):
+            return Placement(target, self.order)
+        axes = [*sorted(self.layout, reverse=True), *sorted(target - self.layout, reverse=True)]
+        wanted = [*sorted(target, reverse=True), *sorted(self.layout - target, reverse=True)]
+        grid = torch.tensor(self.order).view([axis.radix for axis in axes] + [-1])
+        grid = grid.permute([axes.index(axis) for axis in wanted] + [len(axes)])
+        return Placement(target, tuple(grid.flatten().tolist()))
 
 
-def _select(rows: Tensor, axes: Iterable[Digit], chosen: Layout, index: int) -> Tensor:
-    """View rows as a grid of ``axes`` and keep this rank's slice of the chosen ones."""
-    axes = list(axes)
-    if not chosen:
-        return rows
-    tail = rows.shape[1:]
-    grid = rows.reshape([axis.radix for axis in axes] + [-1, *tail])
-    for dim, axis in reversed(list(enumerate(axes))):
-        if axis in chosen:
-            grid = grid.select(dim, index // axis.stride % axis.radix)
-    return grid.reshape(-1, *tail)
+class Placements:
+    """The rows that each rank of a stage holds at each of its layers."""
+
+    def __init__(self, layouts: Sequence[Layout], rows: int) -> None:
+        """``layouts``: those of the stage's layers, in order; ``rows``: of the micro-batch."""
+        self.rows = rows
+        at = [Placement(layouts[0], tuple(range(rows)))]
+        for layout in layouts[1:]:
+            at.append(at[-1] if layout == at[-1].layout else at[-1].changed(layout))
+        self.at: tuple[Placement, ...] = tuple(at)
+        self.distinct: tuple[Placement, ...] = tuple(dict.fromkeys(at))
+        self.numbers: tuple[int, ...] = tuple(self.distinct.index(placement) for placement in at)
+        """Of each layer's placement among the distinct ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One direction of a change of layout, on this rank."""
+    """One direction of a change of layout, on this rank: slice, gather, slice."""
 
-    grid: Grid
-    source: Layout
-    target: Layout
-    index: int
+    before: tuple[int, int]
+    """Which part of the rows is kept before the gather, of how many."""
     group: ProcessGroup | None
+    after: tuple[int, int]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if not self.grid.fits:
-            whole = collectives.all_gather(rows, self.group) if self.group is not None else rows
-            return self.grid.take(whole, self.target, self.index)
-        held = [axis for axis in self.grid.axes if axis not in self.source]
-        rows = _select(rows, held, self.target - self.source, self.index)
-        if self.group is None:
-            return rows
-        gathered = self.grid.ordered(self.source - self.target)
-        kept = [axis for axis in held if axis not in self.target]
-        order = gathered + kept
-        wanted = [axis for axis in self.grid.axes if axis in order]
-        tail = rows.shape[1:]
-        grid = collectives.all_gather(rows, self.group).view([axis.radix for axis in order] + [-1, *tail])
-        if order != wanted:
-            dims = [order.index(axis) for axis in wanted]
-            grid = grid.permute(*dims, *range(len(order), grid.ndim))
-        return grid.reshape(-1, *tail)
+        rows = _part(rows, *self.before)
+        if self.group is not None:
+            rows = collectives.all_gather(rows, self.group)
+        return _part(rows, *self.after)
+
+
+def _part(rows: Tensor, number: int, parts: int) -> Tensor:
+    each = rows.shape[0] // parts
+    return rows[number * each : (number + 1) * each]
 
 
 class Change:
     """From one layout to another, with gradients."""
 
-    def __init__(self, pool: GroupPool, position: Position, grid: Grid, source: Layout, target: Layout) -> None:
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
+        """``rows``: of the micro-batch."""
         self.free = source == target
         if self.free:
             return
-        self.forward = self._step(pool, position, grid, source, target)
-        self.backward = self._step(pool, position, grid, target, source)
+        self.forward = self._step(pool, position, rows, source, target)
+        self.backward = self._step(pool, position, rows, target, source)
 
     @staticmethod
-    def _step(pool: GroupPool, position: Position, grid: Grid, source: Layout, target: Layout) -> _Step:
-        group = pool.along(position, grid.gathered(source, target))
-        return _Step(grid=grid, source=source, target=target, index=position.index, group=group)
+    def _step(pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> _Step:
+        sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
+        before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
+        group = pool.along(position, gathered_digits(source, target, rows))
+        return _Step(before=before, group=group, after=after)
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.free:
@@ -130,12 +128,12 @@ class _SliceGather(torch.autograd.Function):
         ctx.change = change
         changed = change.forward(rows)
         # A slice that is a view would keep all the rows alive for as long as backward needs it.
-        return (
-            changed.clone()
-            if changed.data_ptr() and changed.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-            else changed
-        )
+        return changed if changed.untyped_storage().nbytes() == changed.nbytes else changed.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return ctx.change.backward(gradient.contiguous()), None
+
+
+def _size(digits: Layout) -> int:
+    return math.prod(digit.radix for digit in digits)

@@ -27,7 +27,7 @@ from galvatron.runtime.checks import check_model, check_world
 from galvatron.runtime.exchange import Holding, TieExchange, holdings
 from galvatron.runtime.failures import report_failures
 from galvatron.runtime.groups import GroupPool
-from galvatron.runtime.layout import Grid
+from galvatron.runtime.layout import Placements
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline import Neighbours, Pipeline
 from galvatron.runtime.schedule import actions
@@ -36,7 +36,7 @@ from galvatron.runtime.transfer import Crossing, Side
 from galvatron.runtime.units import LocalParameter
 from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups, tie_group
 from galvatron.runtime.world import join, own_device
-from galvatron.spec import Layout, Precision
+from galvatron.spec import Precision
 
 __all__ = ["parallelize"]
 
@@ -111,10 +111,10 @@ class _Builder:
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
         )
-        self.grids = [
-            Grid([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
+        self.placements = [
+            Placements([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
         ]
-        self.pool = GroupPool(needed_groups(self.stages, self.grids, cut.ties, self.schedule))
+        self.pool = GroupPool(needed_groups(self.stages, plan.micro_batch, cut.ties, self.schedule))
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
     @property
@@ -122,14 +122,14 @@ class _Builder:
         return self.stages[self.number]
 
     def build(self, weights: Weights) -> ParallelModel:
-        grid = self.grids[self.number]
-        assembly = assemble(self.cut, self.stage, self.stages, grid, self.pool, self.rank, weights, self.settings)
+        placements = self.placements[self.number]
+        assembly = assemble(self.cut, self.stage, self.stages, placements, self.pool, self.rank, weights, self.settings)
         exchanges = self._exchanges(assembly)
         index = self.stage.ranks.index(self.rank)
         reader = Reader(
             self.cut,
             self._needs(),
-            grid,
+            placements,
             index,
             micro_batches=self.plan.micro_batches,
             device=self.settings.device,
@@ -164,10 +164,11 @@ class _Builder:
             seed=self.settings.seed,
         )
 
-    def _needs(self) -> dict[Layout, frozenset[str]]:
-        needs: dict[Layout, frozenset[str]] = {}
-        for index, strategy in zip(self.stage.layers, self.stage.strategies, strict=True):
-            needs[strategy.layout] = needs.get(strategy.layout, frozenset()) | self.cut.layers[index].inputs
+    def _needs(self) -> list[frozenset[str]]:
+        placements = self.placements[self.number]
+        needs: list[frozenset[str]] = [frozenset()] * len(placements.distinct)
+        for index, placement in zip(self.stage.layers, placements.numbers, strict=True):
+            needs[placement] |= self.cut.layers[index].inputs
         return needs
 
     def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
@@ -199,7 +200,8 @@ class _Builder:
 
     def _side(self, number: int, layer: int) -> Side:
         stage = self.stages[number]
-        return Side(ranks=stage.ranks, form=stage.strategies[layer].form, grid=self.grids[number])
+        placement = self.placements[number].at[layer]
+        return Side(ranks=stage.ranks, form=stage.strategies[layer].form, placement=placement)
 
     def _exchanges(self, assembly: Assembly) -> list[tuple[LocalParameter, TieExchange]]:
         """For each weight tied across stages of which this rank holds rows."""

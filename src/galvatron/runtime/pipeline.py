@@ -132,10 +132,10 @@ class Pipeline:
         return nullcontext() if self.stopwatch is None else self.stopwatch(name)
 
     def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
-        """Start sending. With gloo a send is not done before it was waited for, so the one before it is waited for
-        here: its receiver, which asked for it first, cannot be waiting for this one."""
-        if self.device.type == "cpu":
-            self._wait_for(self._sending.pop(crossing, []))
+        """Start sending. The send before it over this crossing is waited for: its receiver, which asked for it first,
+        cannot be waiting for this one. So no more than one is held, however late its receiver, and however far a
+        GPU's host runs ahead of it."""
+        self._wait_for(self._sending.pop(crossing, []))
         self._sending.setdefault(crossing, []).extend(crossing.send(tensors))
 
     def _let_go(self) -> None:

@@ -13,7 +13,6 @@ from galvatron.models.layer import Activations, Layer
 from galvatron.runtime.batches import MicroBatch
 from galvatron.runtime.forms import FormChange
 from galvatron.runtime.randomness import LayerRandomness
-from galvatron.spec import Layout
 
 __all__ = ["Slot", "Stage"]
 
@@ -51,11 +50,12 @@ class Slot(nn.Module):
 class Stage(nn.Module):
     """Consecutive layers on one group of devices."""
 
-    def __init__(self, slots: Sequence[Slot], layouts: Sequence[Layout], changes: Sequence[FormChange | None]) -> None:
-        """``changes``: before each layer; None before the first, which is given its own form."""
+    def __init__(self, slots: Sequence[Slot], placements: Sequence[int], changes: Sequence[FormChange | None]) -> None:
+        """``placements``: number of each layer's; ``changes``: before each layer; None before the first, which is given
+        its own form."""
         super().__init__()
         self.slots = nn.ModuleList(slots)
-        self._layouts, self._changes = tuple(layouts), tuple(changes)
+        self._placements, self._changes = tuple(placements), tuple(changes)
 
     def seed(self, seed: int) -> None:
         """Let all layers draw from another seed from now on."""
@@ -64,8 +64,8 @@ class Stage(nn.Module):
             slot.seed(seed)
 
     def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
-        for slot, layout, change in zip(self.slots, self._layouts, self._changes, strict=True):
+        for slot, placement, change in zip(self.slots, self._placements, self._changes, strict=True):
             if change is not None:
                 activations = change(activations)
-            activations = slot(activations, micro_batch.context(layout), step)
+            activations = slot(activations, micro_batch.context(placement), step)
         return activations

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from galvatron.runtime.groups import spell
-from galvatron.runtime.layout import Grid
+from galvatron.runtime.layout import Placement
 from galvatron.runtime.pieces import part_of
 from galvatron.spec import Form
 
@@ -29,11 +29,10 @@ class Side:
 
     ranks: tuple[int, ...]
     form: Form
-    grid: Grid
+    placement: Placement
 
-    def rows(self, index: int) -> list[int]:
-        held: list[int] = self.grid.numbers(self.form.rows, index).tolist()
-        return held
+    def rows(self, index: int) -> tuple[int, ...]:
+        return self.placement.numbers(index)
 
     def tokens(self, index: int) -> tuple[int, int]:
         """Which part of the tokens, of how many."""

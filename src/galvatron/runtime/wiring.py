@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from galvatron.cost import Schedule
 from galvatron.models.layer import Tie
 from galvatron.runtime.groups import GroupKey, partition
-from galvatron.runtime.layout import Grid
-from galvatron.spec import Kind, Layout, Strategy
+from galvatron.spec import Kind, Layout, Strategy, gathered_digits
 
 __all__ = ["StagePlan", "backward_group", "forward_group", "needed_groups", "tie_group"]
 
@@ -33,11 +32,14 @@ class StagePlan:
 
 
 def needed_groups(
-    stages: Sequence[StagePlan], grids: Sequence[Grid], ties: Sequence[Tie], schedule: Schedule
+    stages: Sequence[StagePlan], rows: int, ties: Sequence[Tie], schedule: Schedule
 ) -> Iterator[GroupKey]:
-    """Groups inside the stages, between neighbouring stages, and of stages with copies of a tied weight."""
-    for stage, grid in zip(stages, grids, strict=True):
-        for digits in dict.fromkeys(_digits(stage, grid)):
+    """Groups inside the stages, between neighbouring stages, and of stages with copies of a tied weight.
+
+    ``rows``: of a micro-batch.
+    """
+    for stage in stages:
+        for digits in dict.fromkeys(_digits(stage, rows)):
             for ranks in partition(stage.ranks, digits):
                 yield GroupKey(ranks)
     if len(stages) > 1:
@@ -65,12 +67,12 @@ def tie_group(users: Sequence[StagePlan]) -> GroupKey:
     return GroupKey(ranks)
 
 
-def _digits(stage: StagePlan, grid: Grid) -> Iterator[Layout]:
+def _digits(stage: StagePlan, rows: int) -> Iterator[Layout]:
     before: Strategy | None = None
     for strategy in stage.strategies:
         if before is not None:
-            yield grid.gathered(before.layout, strategy.layout)
-            yield grid.gathered(strategy.layout, before.layout)
+            yield gathered_digits(before.layout, strategy.layout, rows)
+            yield gathered_digits(strategy.layout, before.layout, rows)
         for kind in Kind:
             yield strategy.digits(kind)
         before = strategy

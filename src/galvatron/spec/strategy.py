@@ -21,6 +21,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Strategy",
+    "by_digits",
     "compatible",
     "gathered_digits",
     "lines_up",
@@ -193,14 +194,19 @@ def compatible(first: Digit, second: Digit) -> bool:
     return first == second or second.stride % first.block == 0 or first.stride % second.block == 0
 
 
-def gathered_digits(source: Layout, target: Layout) -> Layout:
-    """The digits an all-gather must span to turn a batch laid out as ``source`` into ``target``.
+def gathered_digits(source: Layout, target: Layout, rows: int) -> Layout:
+    """The digits an all-gather must span to turn a batch of so many rows laid out as ``source`` into ``target``.
 
     Slice-Gather (paper Section 4): slice the digits in target∖source, which is free, then all-gather those in
-    source∖target. Where the two layouts write ranks in different mixed radices no partial gather lines up, so all of
-    the source is gathered first.
+    source∖target. Where that cannot go digit by digit, all of the source is gathered first.
     """
-    return source - target if lines_up(source, target) else source
+    return source - target if by_digits(source, target, rows) else source
+
+
+def by_digits(source: Layout, target: Layout, rows: int) -> bool:
+    """Whether rows go from one layout to the other digit by digit: the two write ranks in one mixed radix, and there
+    are rows enough to divide by the digits of both."""
+    return lines_up(source, target) and rows % math.prod(digit.radix for digit in source | target) == 0
 
 
 def lines_up(source: Layout, target: Layout) -> bool:
