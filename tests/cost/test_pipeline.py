@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron.cost import Schedule, in_flight, iteration_ns
+from galvatron.cost import Pace, Schedule, in_flight, iteration_ns
 
 Order = list[list[tuple[str, int]]]
 
@@ -59,7 +59,7 @@ def test_formula_is_exact_for_stages_of_one_shape(stages: int, micro_batches: in
     forward = [7 + 3 * (p % 3) for p in range(stages)]
     backward = [2 * f for f in forward]
     total, held = simulate(gpipe(stages, micro_batches), forward, backward)
-    assert total == iteration_ns([3 * f for f in forward], micro_batches)
+    assert total == iteration_ns([3 * f for f in forward], Pace.of(stages, micro_batches))
     if stages > 1:
         assert held == [in_flight(p, stages, micro_batches, Schedule.GPIPE) for p in range(stages)]
 
@@ -68,7 +68,7 @@ def test_formula_is_exact_for_stages_of_one_shape(stages: int, micro_batches: in
 def test_one_f_one_b_holds_fewer_and_takes_as_long(stages: int, extra: int) -> None:
     micro_batches = stages + extra
     total, held = simulate(one_f_one_b(stages, micro_batches), [10] * stages, [20] * stages)
-    assert total == iteration_ns([30] * stages, micro_batches)
+    assert total == iteration_ns([30] * stages, Pace.of(stages, micro_batches))
     assert held == [in_flight(p, stages, micro_batches, Schedule.ONE_F_ONE_B) for p in range(stages)]
 
 
@@ -78,7 +78,7 @@ def test_formula_never_exceeds_gpipe_and_is_close(stages: list[tuple[int, int]],
     """Whatever the shapes: below the true makespan by no more than the mismatch of slowest forward and backward."""
     forward, backward = [f for f, _ in stages], [b for _, b in stages]
     total, _ = simulate(gpipe(len(stages), micro_batches), forward, backward)
-    formula = iteration_ns([f + b for f, b in stages], micro_batches)
+    formula = iteration_ns([f + b for f, b in stages], Pace.of(len(stages), micro_batches))
     mismatch = max(forward) + max(backward) - max(f + b for f, b in stages)
     assert total - (micro_batches - 1) * mismatch <= formula <= total
 
