@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from search_oracles import Rng, all_cuts
 
-from galvatron.search.bounds import Floats
 from galvatron.cost import Pace
+from galvatron.search.bounds import Floats
 from galvatron.search.cuts import CutMatrix, balanced_cuts, best_cuts
 
 

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from galvatron.cli import clusters, compare, explain, models, plan, rehearse, strategies
+from galvatron.cli import clusters, compare, explain, models, plan, profile, rehearse, strategies
 from galvatron.errors import GalvatronError
 
 __all__ = ["app", "main"]
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 for verb in (plan, explain, compare, rehearse, strategies, models, clusters):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
+app.add_typer(profile.app, name="profile")
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ def in_flight(stage: int, stages: int, micro_batches: int, schedule: Schedule) -
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How stages make an iteration: total · Σ stages + slowest · the slowest stage, of the mean time of a micro-batch."""
+    """How stages make an iteration, from the mean times of their micro-batches: total · Σ stages + slowest · the
+    slowest."""
 
     total: float
     slowest: float

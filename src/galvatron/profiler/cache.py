@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cached_file", "key_of", "keep"]
+__all__ = ["cached_file", "keep", "key_of"]
 
 _VERSION = 1
 """Of the profiler: raised when the same machine would be described differently."""

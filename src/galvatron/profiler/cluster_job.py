@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from galvatron.profiler.findings import ClusterFindings
+from galvatron.profiler.findings import ClusterFindings, ClusterProbe
 
 if TYPE_CHECKING:
     from galvatron.profiler.crew import Crew
@@ -30,11 +30,11 @@ class ClusterJob:
 
         from galvatron.profiler.compute import device_facts, device_probes
         from galvatron.profiler.links import link_probes
-        from galvatron.profiler.rounds import Rounds, measure_in_turns
+        from galvatron.profiler.rounds import Probe, Rounds, measure_in_turns
 
         crew.join()
         try:
-            probes = {**dict(device_probes(crew)), **dict(link_probes(crew))}
+            probes: dict[ClusterProbe, Probe] = {**dict(device_probes(crew)), **dict(link_probes(crew))}
             found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
             return ClusterFindings(
                 devices=crew.world,

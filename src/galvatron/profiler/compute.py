@@ -99,7 +99,8 @@ def _block(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[[], 
     def work() -> Tensor:
         attended = (given @ weights[0])[:, :hidden] @ weights[1]
         normed = nn.functional.layer_norm(attended + given, (hidden,))
-        return nn.functional.gelu(normed @ weights[2]) @ weights[3]
+        result: Tensor = nn.functional.gelu(normed @ weights[2]) @ weights[3]
+        return result
 
     return work
 
@@ -126,7 +127,7 @@ def _overlap_probes(work: Callable[[], object], crew: Crew) -> Iterator[tuple[De
     message = torch.zeros(_MESSAGE[crew.device.type], device=crew.device)
 
     def communicate() -> dist.Work:
-        started = dist.all_reduce(message, async_op=True)
+        started: dist.Work | None = dist.all_reduce(message, async_op=True)
         assert started is not None
         return started
 

@@ -1,6 +1,7 @@
-"""Processor cores: how many there are for us, how busy they are, and with what. Where /proc is missing: nothing is known.
+"""Processor cores: how many there are for us, how busy they are, and with what. Without /proc nothing is known.
 
-Processes that share cores are slowed by each other, which belongs into a profile, and by other people's, which does not.
+Processes that share cores are slowed by each other, which belongs into a profile, and by other people's, which does
+not.
 """
 
 from __future__ import annotations

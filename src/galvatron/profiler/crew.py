@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from galvatron.profiler.cores import cores
 
@@ -34,13 +35,13 @@ class Crew:
     local_world: int
     """Ranks on this machine."""
     device: torch.device
-    store: dist.Store
+    store: Store
     report: Report
     _met: int = field(default=0, init=False)
 
     def join(self) -> None:
         """Make the default process group of all ranks."""
-        store = dist.PrefixStore("group", self.store)
+        store = PrefixStore("group", self.store)
         if self.device.type == "cuda":
             dist.init_process_group(
                 "nccl", store=store, rank=self.rank, world_size=self.world, device_id=self.device, timeout=_PATIENCE

@@ -26,7 +26,6 @@ class Block:
     """Part of the machine that other people's processes took meanwhile."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One quantity, from several blocks."""

@@ -86,18 +86,14 @@ class Bench:
         if way not in self._assemblies:
             stage, grid = self._stage(way), Grid([frozenset()], 1)
             pool = GroupPool(needed_groups([stage], [grid], self._cut.ties, Schedule.GPIPE))
-            self._assemblies[way] = assemble(
-                self._cut, stage, [stage], grid, pool, 0, self._weights, self._settings
-            )
+            self._assemblies[way] = assemble(self._cut, stage, [stage], grid, pool, 0, self._weights, self._settings)
             for unit in self._assemblies[way].units:
                 unit.refresh()
                 unit.begin()
         return self._assemblies[way]
 
     def _stage(self, way: Way) -> StagePlan:
-        return StagePlan(
-            ranks=tuple(range(way.tp)), first=way.index, strategies=(Strategy.parse(way.strategy),)
-        )
+        return StagePlan(ranks=tuple(range(way.tp)), first=way.index, strategies=(Strategy.parse(way.strategy),))
 
     def inputs(self, way: Way, samples: int) -> tuple[Activations, MicroBatch, int]:
         """Random activations, the micro-batch they belong to, and how many targets that has."""

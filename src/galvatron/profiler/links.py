@@ -1,4 +1,4 @@
-"""Probes of links: collectives over every shape of group, all groups of a shape at once, and point-to-point transfers."""
+"""Probes of links: collectives over every shape of group, all groups of a shape at once, and transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import GroupProbe, TransferProbe
 from galvatron.profiler.rounds import Probe
-from galvatron.profiler.shapes import digits_of, groups_of, shapes, size_of
+from galvatron.profiler.shapes import digits_of, groups_of, shapes
 from galvatron.profiler.stopwatch import seconds_of
 from galvatron.runtime import collectives
 from galvatron.spec import Collective
@@ -36,8 +36,8 @@ def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]
     for digit in digits_of(crew.world):
         for alone in (False, True):
             for size in _SIZES[crew.device.type]:
-                key = TransferProbe(stride=digit.stride, alone=alone, message_bytes=size)
-                yield key, _transfer_probe(digit.stride, alone, size, crew)
+                way = TransferProbe(stride=digit.stride, alone=alone, message_bytes=size)
+                yield way, _transfer_probe(digit.stride, alone, size, crew)
 
 
 def _group(partition: list[tuple[int, ...]], own: tuple[int, ...]) -> ProcessGroup:

@@ -1,6 +1,7 @@
 """Starts the ranks that measure, or joins those that torchrun started. Imports torch only when it is one of them.
 
-One helper process imports what all need and then forks the ranks: importing it in each would take longer than measuring.
+One helper process imports what all need and then forks the ranks: importing it in each would take longer than
+measuring.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def provenance(what: str, quality: Quality) -> str:
     )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     day = time.strftime("%Y-%m-%d")
-    return f"measured {day} by galvatron {galvatron.__version__} on {what}, {threads} thread(s) a process; {versions}; {quality}"
+    by = f"measured {day} by galvatron {galvatron.__version__}"
+    return f"{by} on {what}, {threads} thread(s) a process; {versions}; {quality}"
 
 
 def _installed(name: str) -> bool:

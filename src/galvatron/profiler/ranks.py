@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from itertools import count
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.crew import Crew, Report
@@ -105,16 +108,17 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"profiling: rank {rank} failed in {last.name}: {type(error).__name__}: {error}"
         pipe.send((False, GalvatronError(text)))
+    threading.Event().wait()  # until all are done: rank 0 has the store that the others still read
 
 
 def _crew(report: Report) -> Crew:
-    store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[no-untyped-call]
+    store, rank, world = next(rendezvous("env://"))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    crew_store = dist.PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
+    crew_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
     return Crew(rank=rank, world=world, local_world=local_world, device=device, store=crew_store, report=report)
 
 

@@ -1,4 +1,4 @@
-"""Times many things in turns: every round measures each of them once, so that a slow moment of the machine falls on all.
+"""Times many things in turns: every round measures each of them once, so that a slow moment falls on all.
 
 All ranks measure the same thing at the same time, as they will run it. A block of calls is long enough for processes
 that share cores to take turns within it; its time is the mean over the ranks. Time that other people's processes took

@@ -1,8 +1,8 @@
 """Where to cut the layers into pipeline stages: exact, for a fixed batch, micro-batch count and pipeline degree.
 
-An iteration takes Σ stages + (m − 1)·max stage, or another such :class:`galvatron.cost.Pace`. A dynamic program over cut positions runs on lower bounds of the stage
-times; the stages of its optimum are then solved exactly and their true times put in place of the bounds, until the
-optimum consists of true times only. Integers in float64, exact below 2⁵³.
+An iteration takes Σ stages + (m − 1)·max stage, or another such :class:`galvatron.cost.Pace`. A dynamic program over
+cut positions runs on lower bounds of the stage times; the stages of its optimum are then solved exactly and their true
+times put in place of the bounds, until the optimum consists of true times only. Integers in float64, exact below 2⁵³.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ What a profiler writes besides (fixed parts, degrees of TP, memory) is in docs/p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron.errors import InvalidInput
@@ -79,7 +80,11 @@ def dump_profile(profile: ModelProfile) -> str:
 
 def _checked(profile: ModelProfile, file: str) -> ModelProfile:
     """A layer named twice would have two times, of which the planner would take the first in silence."""
-    for key, measured in (("layers", profile.times), ("memory", profile.memory)):
+    kinds: tuple[tuple[str, Sequence[LayerTime | LayerMemory]], ...] = (
+        ("layers", profile.times),
+        ("memory", profile.memory),
+    )
+    for key, measured in kinds:
         seen: set[tuple[str, int, bool]] = set()
         for index, one in enumerate(measured):
             way = (one.layer, one.tp, one.sequence_parallel)
