@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in ("search", "models", "runtime", "rehearsal"))):
-    sys.path.insert(0, str(folder))
+for name in ("search", "models", "runtime", "rehearsal", "profiler"):
+    sys.path.insert(0, str(_HERE / name))
+sys.path.insert(0, str(_HERE.parent / "benchmarks"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -70,7 +70,10 @@ def layer_arrays(
     feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
-    ways = [(strategy.degree(Kind.TP), strategy.sequence_parallel) for strategy in strategies]
+    ways = [
+        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_digits))
+        for strategy in strategies
+    ]
     measured = {
         (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
     }
@@ -107,13 +110,13 @@ def layer_arrays(
 
 
 def _measured(
-    kind: LayerSpec, way: tuple[int, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+    kind: LayerSpec, way: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
 ) -> tuple[float, ...]:
-    """Times of one layer under one degree of TP, with sequence parallelism or without, and measured sizes.
+    """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
     Where the profile knows a smaller degree only, what one sample takes is divided further.
     """
-    tp, sequence_parallel = way
+    tp, sequence_parallel, sharded = way
     overhead_s = cluster.device.layer_overhead_s
     time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
     memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
@@ -124,11 +127,12 @@ def _measured(
     if kind.tensor_parallel is not None:
         forward_s *= (time.tp if time else 1) / tp
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
+    more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
     return (
         forward_s,
         forward_s * ratio,
-        overhead_s if fixed[0] is None else fixed[0],
-        2 * overhead_s if fixed[1] is None else fixed[1],
+        (overhead_s if fixed[0] is None else fixed[0]) + more[0],
+        (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )

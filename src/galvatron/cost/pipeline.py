@@ -49,12 +49,15 @@ class Pace:
 
         Where each device has hardware of its own: one micro-batch through all stages, and the slowest stage again for
         each further one. Where devices share cores (``contention``: how much slower each computes while all do), a
-        stage that waits leaves its share to the others, so that in the end the mean of the stages counts. In between
-        only P/contention stages can compute at full speed at once, and the bubble is that of so many stages.
+        stage that waits leaves its share to the others: the mean of the stages counts, and the bubble is that of the
+        P/contention stages which can compute at full speed at once, at that speed.
         """
+        if stages == 1:
+            return cls(micro_batches, 0.0)
         alone = min(contention, stages)
-        shared = (1 - 1 / alone) / (1 - 1 / stages) if stages > 1 else 0.0
-        return cls(1 - shared + shared * micro_batches / stages, (1 - shared) * (micro_batches - 1))
+        bubble = (stages / alone - 1) / alone
+        uneven = bubble / (stages - 1)
+        return cls(uneven + (1 - uneven) * micro_batches / stages, uneven * (micro_batches - 1))
 
     def whole_ns(self, sum_ns: float, slowest_ns: float) -> float:
         """Of an iteration, in whole nanoseconds (exact without contention)."""

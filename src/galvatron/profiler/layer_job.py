@@ -23,10 +23,17 @@ class Way:
     """Of a layer of that kind in the model."""
     tp: int
     sequence_parallel: bool
+    sharded: bool = False
+    """With its parameters divided over two ranks, to see what dividing them takes besides the messages."""
 
     @property
     def strategy(self) -> str:
-        return "single" if self.tp == 1 else f"tp{self.tp}" + "+sp" * self.sequence_parallel
+        axes = ["sdp2"] * self.sharded + [f"tp{self.tp}"] * (self.tp > 1)
+        return ("-".join(axes) or "single") + "+sp" * self.sequence_parallel
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * (2 if self.sharded else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +86,7 @@ class LayerJob:
         from galvatron.rehearsal.alone import alone_as
 
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
-        with alone_as(0, max(way.tp for way in self.ways) if self.ways else 1):
+        with alone_as(0, max(way.ranks for way in self.ways)):
             bench = Bench(self.model, crew)
             probes = {
                 LayerProbe(way=way, samples=samples): bench.probe(way, samples)
@@ -87,6 +94,7 @@ class LayerJob:
                 for samples in self.samples
             }
             blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
-            memory = bench.memory(self.ways, self.samples) if crew.rank == 0 else {}
+            whole = [way for way in self.ways if not way.sharded]
+            memory = bench.memory(whole, self.samples) if crew.rank == 0 else {}
             crew.meet()
         return LayerFindings(device=device_name(crew), blocks=blocks, memory=memory)

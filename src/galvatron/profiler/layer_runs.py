@@ -31,6 +31,8 @@ from galvatron.spec import ModelSpec, Precision, Strategy
 __all__ = ["Bench"]
 
 _SPREAD = 0.02
+_CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
+"""Larger than what a device keeps near its arithmetic."""
 
 
 class Bench:
@@ -46,10 +48,12 @@ class Bench:
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
         self._settings = Settings(device=crew.device, dtype=narrow, master_dtype=torch.float32, seed=0)
         self._assemblies: dict[Way, Assembly] = {}
+        self._elsewhere = torch.zeros(_CACHE_BYTES[crew.device.type] // 4, device=crew.device)
 
     def probe(self, way: Way, samples: int) -> Probe:
         run = self._run(way, samples)
-        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, self._crew.compute_clock))
+        clock = self._crew.compute_clock
+        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
 
     def memory(self, ways: Iterable[Way], samples: Sequence[int]) -> dict[Way, list[LayerBytes]]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
@@ -72,19 +76,25 @@ class Bench:
         run = _Run(self, way, samples)
 
         def parts(mark: Callable[[], None]) -> None:
-            run.forward()
-            mark()
-            run.backward()
-            mark()
+            for work in (run.forward, run.backward):
+                self._forget()
+                mark()
+                work()
+                mark()
 
         return parts
+
+    def _forget(self) -> None:
+        """Push weights and activations out of caches: in a model, other layers come between a layer's passes."""
+        self._elsewhere += 1
 
     # What a run is made of
 
     def assembly(self, way: Way) -> Assembly:
         """One for all numbers of samples: its weights take memory."""
         if way not in self._assemblies:
-            stage, grid = self._stage(way), Grid([frozenset()], 1)
+            stage = self._stage(way)
+            grid = Grid([stage.strategies[0].layout], way.ranks // way.tp)
             pool = GroupPool(needed_groups([stage], [grid], self._cut.ties, Schedule.GPIPE))
             self._assemblies[way] = assemble(self._cut, stage, [stage], grid, pool, 0, self._weights, self._settings)
             for unit in self._assemblies[way].units:
@@ -93,15 +103,16 @@ class Bench:
         return self._assemblies[way]
 
     def _stage(self, way: Way) -> StagePlan:
-        return StagePlan(ranks=tuple(range(way.tp)), first=way.index, strategies=(Strategy.parse(way.strategy),))
+        return StagePlan(ranks=tuple(range(way.ranks)), first=way.index, strategies=(Strategy.parse(way.strategy),))
 
     def inputs(self, way: Way, samples: int) -> tuple[Activations, MicroBatch, int]:
         """Random activations, the micro-batch they belong to, and how many targets that has."""
-        generator = torch.Generator().manual_seed(0)
-        batch = self._cut.example(samples, self._model.training.sequence_length, generator)
-        needs = {frozenset(): self._cut.layers[way.index].inputs}
+        generator, layout = torch.Generator().manual_seed(0), self._stage(way).strategies[0].layout
+        rows = samples * (way.ranks // way.tp)
+        batch = self._cut.example(rows, self._model.training.sequence_length, generator)
+        needs = {layout: self._cut.layers[way.index].inputs}
         device, dtype = self._settings.device, self._settings.dtype
-        reader = Reader(self._cut, needs, Grid([frozenset()], samples), 0, micro_batches=1, device=device, dtype=dtype)
+        reader = Reader(self._cut, needs, Grid([layout], rows), 0, micro_batches=1, device=device, dtype=dtype)
         local = reader.local(batch)
         parts = way.tp if way.sequence_parallel else 1
         tensors = []

@@ -6,7 +6,9 @@ Needs no torch in the caller's process.
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
@@ -54,7 +56,7 @@ def profile_model(
     degrees = _degrees(cluster, tp_degrees)
     job = LayerJob(
         model=model,
-        ways=_ways(model, degrees),
+        ways=_ways(model, degrees, cluster.devices),
         samples=_samples(model, cluster),
         devices=cluster.devices if cluster.compute_contention > 1 else 1,
         rounds=rounds,
@@ -84,17 +86,23 @@ def _degrees(cluster: Cluster, asked: Sequence[int] | None) -> list[int]:
     return sorted({1, *(possible if asked is None else asked)})
 
 
-def _ways(model: ModelSpec, degrees: Sequence[int]) -> tuple[Way, ...]:
-    """Every kind of layer whole, and split as far as it can be."""
+def _ways(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, ...]:
+    """Every kind of layer whole, split as far as it can be, and with its parameters sharded."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
-    return tuple(
+    sharded = [
+        Way(layer=kind.name, index=first[kind.name], tp=1, sequence_parallel=False, sharded=True)
+        for kind in model.kinds
+        if devices > 1 and kind.parameters
+    ]
+    split = [
         Way(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
         for kind in model.kinds
         for degree in degrees
         if degree == 1 or (kind.tensor_parallel is not None and kind.allows_tensor_parallel(degree))
         for sequence in (False, True)
         if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
-    )
+    ]
+    return (*split, *sharded)
 
 
 def _samples(model: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
@@ -114,7 +122,7 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     )
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
-    ways = dict.fromkeys(probe.way for probe in findings.blocks)
+    ways = dict.fromkeys(probe.way for probe in findings.blocks if not probe.way.sharded)
     forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
@@ -137,9 +145,26 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
         backward_ratio=_rounded(min(max(slopes[1] / slopes[0], 0.01), 10_000)),
         forward_fixed_s=_rounded(lines[0].fixed),
         backward_fixed_s=_rounded(lines[1].fixed),
+        forward_sharded_s=_sharding_s(way, forward),
+        backward_sharded_s=_sharding_s(way, backward),
         tp=way.tp,
         sequence_parallel=way.sequence_parallel,
     )
+
+
+def _sharding_s(way: Way, seconds: dict[LayerProbe, float]) -> float:
+    """What the layer takes more with its parameters sharded. Measured without TP, whose ranks have less to copy."""
+    plain = {
+        probe.samples: value
+        for probe, value in seconds.items()
+        if probe.way == replace(way, tp=1, sequence_parallel=False)
+    }
+    more = [
+        value - plain[probe.samples]
+        for probe, value in seconds.items()
+        if probe.way.sharded and probe.way.layer == way.layer
+    ]
+    return _rounded(max(statistics.median(more), 0.0)) if more else 0.0
 
 
 def _memory(way: Way, weighed: Sequence[LayerBytes]) -> LayerMemory:

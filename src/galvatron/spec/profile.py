@@ -27,6 +27,9 @@ class LayerTime:
     """What forward takes besides, however few the samples; None: the device's overhead of a layer."""
     backward_fixed_s: float | None = None
     """The same for backward; None: twice the device's overhead of a layer."""
+    forward_sharded_s: float = 0.0
+    """What forward takes more where parameters are sharded: hooks, copies out of messages. Not the messages."""
+    backward_sharded_s: float = 0.0
     tp: int = 1
     """Degree of tensor parallelism at which it was measured."""
     sequence_parallel: bool = False

@@ -38,6 +38,13 @@ _LAYER = Table(
         Entry("backward_ratio", "backward_ratio", number(0.01, 10_000), "backward time over forward time"),
         Entry("forward_fixed", "forward_fixed_s", duration("0s", "1000s"), "forward time besides that of the samples"),
         Entry("backward_fixed", "backward_fixed_s", duration("0s", "1000s"), "the same for backward"),
+        Entry(
+            "forward_sharded",
+            "forward_sharded_s",
+            duration("0s", "1000s"),
+            "forward time besides, where parameters are sharded",
+        ),
+        Entry("backward_sharded", "backward_sharded_s", duration("0s", "1000s"), "the same for backward"),
         *_WAY,
     ),
 )
