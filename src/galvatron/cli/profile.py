@@ -35,6 +35,7 @@ def cluster_command(
     from galvatron.profiler.clusters import profile_cluster
     from galvatron.zoo.cluster_files import dump_cluster
 
+    _check(output)
     with shown_progress("cluster") as progress:
         cluster = profile_cluster(devices, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
@@ -75,6 +76,7 @@ def model_command(
     from galvatron.zoo import load_cluster, load_model
     from galvatron.zoo.profile_files import dump_profile
 
+    _check(output)
     degrees = _degrees(tp_degrees)
     setup = Setup(precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length)
     with shown_progress("cluster") as progress:
@@ -109,13 +111,17 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _check(output: str | None) -> None:
+    """Before minutes are spent on measuring."""
+    if output is not None and not output.endswith(".toml"):
+        raise InvalidInput(f"output: {output!r} given; expected a name that ends in .toml, as the planner reads it")
+
+
 def _write(output: str | None, content: str) -> None:
     from pathlib import Path
 
     if output is None:
         return
-    if Path(output).suffix != ".toml":
-        raise InvalidInput(f"output: {output!r} given; expected a name that ends in .toml, as the planner reads it")
     try:
         Path(output).write_text(content, encoding="utf-8")
     except OSError as error:
