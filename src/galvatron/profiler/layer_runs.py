@@ -70,7 +70,9 @@ class Bench:
             with meter.phase("backward"):
                 run.backward()
         before, after = meter.phases["forward"], meter.phases["backward"]
-        return LayerBytes(samples=samples, saved=after.start - before.start, transient=after.peak - after.start)
+        # A layer keeps its input, which is older than the meter here; its output is the next one's.
+        saved = after.start - before.start + run.input_bytes - run.output_bytes
+        return LayerBytes(samples=samples, saved=saved, transient=after.peak - after.start)
 
     def _run(self, way: Way, samples: int) -> Callable[[Callable[[], None]], None]:
         run = _Run(self, way, samples)
@@ -134,11 +136,14 @@ class _Run:
         self._inputs, self._micro_batch, self._targets = bench.inputs(way, samples)
         self._first, self._last = way.index == 0, bench.is_last(way)
         self._outputs: Activations = ()
+        self.input_bytes = _bytes(self._inputs)
+        self.output_bytes = 0
 
     def forward(self) -> None:
         if self._first:
             self._micro_batch.release()  # masks and positions are made once a micro-batch: in its first layer
         self._outputs = self._assembly.stage(self._inputs, self._micro_batch, (0, 0))
+        self.output_bytes = _bytes(self._outputs)
 
     def backward(self) -> None:
         outputs, self._outputs = self._outputs, ()
@@ -151,6 +156,10 @@ class _Run:
             torch.autograd.backward(flowing, [_gradient(output) for output in flowing])
         for tensor in self._inputs:
             tensor.grad = None
+
+
+def _bytes(tensors: Activations) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _gradient(output: Tensor) -> Tensor:
