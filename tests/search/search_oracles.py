@@ -236,7 +236,7 @@ def iteration_of(times: Sequence[int], micro_batches: int, problem: Problem) -> 
     """One micro-batch through all stages and the slowest again for each further one; where stages share cores, between
     that and the mean of the stages (docs/cost-model.md, "Shared cores")."""
     alone = sum(times) + (micro_batches - 1) * max(times)
-    contention = min(Fraction(problem.cost.cluster.compute_contention), len(times))
+    contention = min(Fraction(problem.cost.cluster.compute_contention), Fraction(len(times)))
     if contention == 1 or len(times) == 1:
         return alone
     mean = Fraction(micro_batches * sum(times), len(times))
