@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "train")
+_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train")
 for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in _ORACLES)):
     sys.path.insert(0, str(folder))
 

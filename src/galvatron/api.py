@@ -21,10 +21,10 @@ __all__ = ["plan"]
 
 def plan(
     model: str | Path | ModelSpec | nn.Module | PreTrainedConfig,
-    cluster: str | Path | Cluster,
+    cluster: str | Path | Cluster = "auto",
     **options: Unpack[Options],
 ) -> Plan:
-    """The provably best plan for a model on a cluster (preset, file or facts).
+    """The provably best plan for a model on a cluster (preset, file or facts; "auto": this machine, measured).
 
     ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of a known family, or facts: for
     a model of another family those that :func:`galvatron.describe` measures. Options are those of the command line:
@@ -33,6 +33,10 @@ def plan(
     :class:`galvatron.Infeasible` with advice when nothing fits.
     """
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
+    if cluster == "auto":
+        from galvatron.profiler.auto import request_here
+
+        return make_plan(request_here(source, Setup(**options)))
     return make_plan(request_for(source, cluster, Setup(**options)))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron.cost import Schedule, in_flight, iteration_ns
+from galvatron.cost import Pace, Schedule, in_flight, iteration_ns
 
 Order = list[list[tuple[str, int]]]
 
@@ -59,7 +60,7 @@ def test_formula_is_exact_for_stages_of_one_shape(stages: int, micro_batches: in
     forward = [7 + 3 * (p % 3) for p in range(stages)]
     backward = [2 * f for f in forward]
     total, held = simulate(gpipe(stages, micro_batches), forward, backward)
-    assert total == iteration_ns([3 * f for f in forward], micro_batches)
+    assert total == iteration_ns([3 * f for f in forward], Pace.of(stages, micro_batches))
     if stages > 1:
         assert held == [in_flight(p, stages, micro_batches, Schedule.GPIPE) for p in range(stages)]
 
@@ -68,7 +69,7 @@ def test_formula_is_exact_for_stages_of_one_shape(stages: int, micro_batches: in
 def test_one_f_one_b_holds_fewer_and_takes_as_long(stages: int, extra: int) -> None:
     micro_batches = stages + extra
     total, held = simulate(one_f_one_b(stages, micro_batches), [10] * stages, [20] * stages)
-    assert total == iteration_ns([30] * stages, micro_batches)
+    assert total == iteration_ns([30] * stages, Pace.of(stages, micro_batches))
     assert held == [in_flight(p, stages, micro_batches, Schedule.ONE_F_ONE_B) for p in range(stages)]
 
 
@@ -78,7 +79,7 @@ def test_formula_never_exceeds_gpipe_and_is_close(stages: list[tuple[int, int]],
     """Whatever the shapes: below the true makespan by no more than the mismatch of slowest forward and backward."""
     forward, backward = [f for f, _ in stages], [b for _, b in stages]
     total, _ = simulate(gpipe(len(stages), micro_batches), forward, backward)
-    formula = iteration_ns([f + b for f, b in stages], micro_batches)
+    formula = iteration_ns([f + b for f, b in stages], Pace.of(len(stages), micro_batches))
     mismatch = max(forward) + max(backward) - max(f + b for f, b in stages)
     assert total - (micro_batches - 1) * mismatch <= formula <= total
 
@@ -95,3 +96,55 @@ def test_work_done_once_is_never_underestimated(stages: list[tuple[int, int]], m
     true = sum(s for s, _ in stages) + max((m - 1) * s + o for s, o in stages)
     priced = sum(s + o / m for s, o in stages) + (m - 1) * max(s + o / m for s, o in stages)
     assert true - 1e-9 <= priced <= true + sum(o for _, o in stages) / m + 1e-9
+
+
+def simulate_shared(orders: Order, forward: list[float], backward: list[float], contention: float) -> float:
+    """Makespan when stages share cores: as many as are busy divide them evenly, none is faster than alone.
+
+    Times are those of a stage while all are busy.
+    """
+    stages = len(orders)
+    left: list[float | None] = [None] * stages
+    at = [0] * stages
+    done: set[tuple[str, int, int]] = set()
+    clock = 0.0
+    while any(at[p] < len(orders[p]) for p in range(stages)):
+        for p in range(stages):
+            if left[p] is None and at[p] < len(orders[p]):
+                kind, i = orders[p][at[p]]
+                needs = [("f", p - 1, i)] if kind == "f" else [("b", p + 1, i), ("f", p, i)]
+                if all(need in done for need in needs if 0 <= need[1] < stages):
+                    left[p] = forward[p] if kind == "f" else backward[p]
+        busy = {p: rest for p, rest in enumerate(left) if rest is not None}
+        first = min(busy.values())
+        clock += first / min(contention, stages / len(busy))
+        for p, rest in busy.items():
+            left[p] = rest - first
+            if rest - first < 1e-9:
+                kind, i = orders[p][at[p]]
+                done.add((kind, p, i))
+                at[p], left[p] = at[p] + 1, None
+    return clock
+
+
+@pytest.mark.parametrize("order", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("contention", [1.0, 1.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 16)])
+def test_stages_that_share_cores(
+    order: Callable[[int, int], Order], contention: float, stages: int, micro_batches: int
+) -> None:
+    """A stage that waits leaves its share to the others; the bubble shrinks, and is gone where one stage fills all."""
+    total = simulate_shared(order(stages, micro_batches), [10.0] * stages, [20.0] * stages, contention)
+    formula = iteration_ns([30] * stages, Pace.of(stages, micro_batches, contention))
+    assert formula == pytest.approx(total, rel=0.06)
+    if contention == 1:
+        assert formula == total
+    if contention >= stages:
+        assert formula == 30 * micro_batches
+
+
+def test_uneven_stages_that_share_all_cores_take_their_mean() -> None:
+    stages = [10, 50, 30]
+    total = simulate_shared(gpipe(3, 6), [s / 3 for s in stages], [2 * s / 3 for s in stages], 3.0)
+    assert iteration_ns(stages, Pace.of(3, 6, 3.0)) == pytest.approx(total, rel=0.01)
+    assert iteration_ns(stages, Pace.of(3, 6)) > 1.5 * total, "on hardware of their own the slowest sets the pace"

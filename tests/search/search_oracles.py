@@ -7,8 +7,10 @@ slow on purpose; instances are small.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -243,7 +245,7 @@ def brute_search(
                 known = [time for time in stages if time is not None]
                 if len(known) < len(stages):
                     continue
-                iteration = sum(known) + (micro_batches - 1) * max(known)
+                iteration = iteration_of(known, micro_batches, problem)
                 if best is None or batch * best.iteration_ns > best.batch * iteration:
                     best = BrutePlan(batch, degree, micro_batches, iteration)
     return best
@@ -267,8 +269,20 @@ def check_plan(problem: Problem, optimum: Optimum) -> int:
         assert peak <= problem.budget
         peaks.append(peak)
     times = [stage.time for stage in stages]
-    assert optimum.solved.iteration_ns == sum(times) + (optimum.micro_batches - 1) * max(times)
+    assert optimum.solved.iteration_ns == iteration_of(times, optimum.micro_batches, problem)
     return max(peaks)
+
+
+def iteration_of(times: Sequence[int], micro_batches: int, problem: Problem) -> int:
+    """One micro-batch through all stages and the slowest again for each further one; where stages share cores, between
+    that and the mean of the stages (docs/cost-model.md, "Shared cores")."""
+    alone = sum(times) + (micro_batches - 1) * max(times)
+    contention = min(Fraction(problem.cost.cluster.compute_contention), Fraction(len(times)))
+    if contention == 1 or len(times) == 1:
+        return alone
+    mean = Fraction(micro_batches * sum(times), len(times))
+    bubble = (len(times) / contention - 1) / contention
+    return math.ceil(mean + bubble / (len(times) - 1) * (alone - mean))
 
 
 # -------------------------------------------------------------------------------------------------- random problems

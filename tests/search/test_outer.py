@@ -66,6 +66,26 @@ def test_equals_brute_force(seed: int) -> None:
     assert binding >= 20, "the instances test too little: memory seldom decides"
 
 
+def test_equals_brute_force_where_stages_share_cores() -> None:
+    """The pace of a pipeline then depends on the mean of its stages too; contentions are whole, so that it is exact."""
+    feasible = deep = 0
+    for trial in range(120):
+        rng = np.random.default_rng((23, trial))
+        free = random_problem(rng, most_work=1500)
+        cluster = replace(free.cost.cluster, compute_contention=float(2 ** int(rng.integers(1, 4))))
+        problem = limited(rng, replace(free, cost=replace(free.cost, cluster=cluster)))
+        expected, optimum = brute_search(problem), search(problem)
+        assert (optimum is None) == (expected is None), trial
+        if optimum is None or expected is None:
+            continue
+        check_plan(problem, optimum)
+        assert throughput(optimum) == Fraction(expected.batch, expected.iteration_ns), trial
+        feasible += 1
+        deep += optimum.pipeline_degree > 1
+    assert feasible >= 50
+    assert deep >= 15, "pipelines seldom win, so the comparison proves little"
+
+
 def test_equals_brute_force_where_sequences_are_divided() -> None:
     """Layers with and without sequence parallelism side by side: gathering between them must be charged, and layers
     that have no sequence to divide must not take it."""

@@ -332,7 +332,10 @@ def test_whatever_is_written_reads_back_equal(tmp_path: Path, cluster: Cluster) 
 
 def test_figures_are_written_as_people_write_them(tmp_path: Path) -> None:
     written = dump_cluster(load_cluster(write(tmp_path, VALID)))
-    assert tomllib.loads(written) == tomllib.loads(VALID.replace("100Gb/s", "12.5GB/s")) | {"source": ""}
+    assert tomllib.loads(written) == tomllib.loads(VALID.replace("100Gb/s", "12.5GB/s")) | {
+        "source": "",
+        "compute_contention": 1.0,
+    }
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.0, -1.0, float("nan"), float("inf")])

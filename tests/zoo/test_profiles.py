@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from galvatron.errors import InvalidInput
-from galvatron.spec import LayerTime, ModelProfile, Training
+from galvatron.spec import LayerMemory, LayerTime, ModelProfile, Training
 from galvatron.zoo import load_model
 from galvatron.zoo.profile_files import dump_profile, load_profile, profile_names
 
@@ -77,7 +77,7 @@ def test_times_are_read(tmp_path: Path) -> None:
         ('"4ms"', "-1", "layers[1].forward is -1"),
         ('"4ms"', "nan", "layers[1].forward is nan"),
         ('"4ms"', '"4MB"', "layers[1].forward is '4MB'"),
-        ("= 2.5", "= 0", "layers[1].backward_ratio is 0; expected a number from 0.1 to 100"),
+        ("= 2.5", "= 0", "layers[1].backward_ratio is 0; expected a number from 0.01 to 10000"),
         ("= 2.5", "= inf", "layers[1].backward_ratio is inf"),
         ("backward_ratio", "backward", "layers[1].backward is not a known key; did you mean 'backward_ratio'?"),
         ('"decoder"', '"encoder"', "layers[1].layer is 'encoder' again; expected each layer once"),
@@ -113,13 +113,34 @@ layer_times = st.builds(
     layer=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=100),
     forward_s=st.floats(1e-9, 1000),
     backward_ratio=st.floats(0.1, 100),
+    forward_fixed_s=st.none() | st.floats(0, 1000),
+    backward_fixed_s=st.none() | st.floats(0, 1000),
+    tp=st.integers(1, 64),
+    sequence_parallel=st.booleans(),
+)
+memories = st.builds(
+    LayerMemory,
+    layer=st.sampled_from(["encoder", "head"]),
+    activation_bytes=st.integers(0, 2**40),
+    transient_bytes=st.integers(0, 2**40),
+    tp=st.integers(1, 64),
+    sequence_parallel=st.booleans(),
 )
 
 
-@given(st.lists(layer_times, min_size=1, max_size=5, unique_by=lambda time: time.layer))
+def way(one: LayerTime | LayerMemory) -> tuple[str, int, bool]:
+    return one.layer, one.tp, one.sequence_parallel
+
+
+@given(
+    st.lists(layer_times, min_size=1, max_size=5, unique_by=way),
+    st.lists(memories, max_size=3, unique_by=way),
+)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_written_reads_back_equal(tmp_path: Path, times: list[LayerTime]) -> None:
-    profile = ModelProfile(name="measured", times=tuple(times))
+def test_whatever_is_written_reads_back_equal(
+    tmp_path: Path, times: list[LayerTime], memory: list[LayerMemory]
+) -> None:
+    profile = ModelProfile(name="measured", times=tuple(times), memory=tuple(memory))
     assert load_profile(write(tmp_path, dump_profile(profile))) == profile
 
 

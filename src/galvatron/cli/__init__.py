@@ -10,7 +10,19 @@ import sys
 
 import typer
 
-from galvatron.cli import checkpoints, clusters, compare, explain, export, models, plan, rehearse, strategies, train
+from galvatron.cli import (
+    checkpoints,
+    clusters,
+    compare,
+    explain,
+    export,
+    models,
+    plan,
+    profile,
+    rehearse,
+    strategies,
+    train,
+)
 from galvatron.errors import GalvatronError
 
 __all__ = ["app", "main"]
@@ -25,6 +37,7 @@ app = typer.Typer(
 )
 for verb in (plan, train, explain, compare, rehearse, checkpoints, export, strategies, models, clusters):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
+app.add_typer(profile.app, name="profile")
 
 
 def main() -> None:

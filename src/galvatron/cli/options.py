@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsJson",
     "AttentionKind",
+    "ClusterHere",
     "ClusterSource",
     "ModelSource",
     "PrecisionKind",
@@ -31,6 +32,10 @@ ModelSource = Annotated[
     ),
 ]
 ClusterSource = Annotated[str, typer.Option("--cluster", "-c", help="A preset ('galvatron clusters') or a .toml file.")]
+ClusterHere = Annotated[
+    str,
+    typer.Option("--cluster", "-c", help="A preset ('galvatron clusters'), a .toml file, or auto: measure this one."),
+]
 PrecisionKind = Annotated[
     str | None, typer.Option("--precision", help="fp32 or bf16 (default: bf16 where the device has it).")
 ]
@@ -57,7 +62,7 @@ _SETUP: dict[str, Any] = {
     "attention": AttentionKind,
     "dropout": _switch("Default: as the model's configuration.", "dropout"),
     "sequence_length": Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")],
-    "profile": Annotated[str | None, typer.Option(help="Measured layer times (.toml).")],
+    "profile": Annotated[str | None, typer.Option(help="Measured layers (.toml).")],
     "recompute": _switch("Recompute, chosen layer by layer.", "recompute"),
     "sequence_parallel": _switch("Sequence parallelism beside TP.", "sequence-parallel"),
     "zero2": _switch("ZeRO-2 style DP.", "zero2"),

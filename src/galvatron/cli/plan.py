@@ -18,7 +18,7 @@ __all__ = ["command"]
 @opt.takes_setup()
 def command(
     model: opt.ModelSource,
-    cluster: opt.ClusterSource,
+    cluster: opt.ClusterHere,
     setup: Setup,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: opt.AsJson = False,
@@ -27,7 +27,14 @@ def command(
     from galvatron.plans.advice import make_plan
     from galvatron.plans.setup import request_for
 
-    request = request_for(model, cluster, setup)
+    if cluster == "auto":
+        from galvatron.cli.progress import shown_progress
+        from galvatron.profiler.auto import request_here
+
+        with shown_progress("this machine") as progress:
+            request = request_here(model, setup, progress)
+    else:
+        request = request_for(model, cluster, setup)
     started = time.perf_counter()
     plan = make_plan(request)
     search_s = time.perf_counter() - started

@@ -57,8 +57,9 @@ def command(
 
     Under torchrun (several machines) each process is one rank, and a plan must be given.
     """
+    from galvatron.cli.progress import shown_progress
     from galvatron.train.settings import Decay
-    from galvatron.train.start import Asked, train
+    from galvatron.train.start import Asked, Screen, train
     from galvatron.units import parse_seconds
 
     said: dict[str, Any] = {
@@ -95,7 +96,7 @@ def command(
         max_restarts=max_restarts,
         replan=replan,
     )
-    train(asked, _show, lambda text: opt.show(text))
+    train(asked, Screen(plan=_show, say=lambda text: opt.show(text), measuring=shown_progress))
 
 
 def _settings(out: Path, said: dict[str, Any], resume: bool) -> Settings:

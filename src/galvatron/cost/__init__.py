@@ -3,7 +3,7 @@
 from galvatron.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
 from galvatron.cost.memory import STATE_BYTES
 from galvatron.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
-from galvatron.cost.pipeline import Schedule, in_flight, iteration_ns
+from galvatron.cost.pipeline import Pace, Schedule, in_flight, iteration_ns
 from galvatron.cost.resplit import Resplit
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "CostModel",
     "Integers",
     "LayerCosts",
+    "Pace",
     "Resplit",
     "Schedule",
     "StageCosts",

@@ -1,6 +1,7 @@
 """Layers and strategies as arrays, so that a whole table of costs is a few array expressions.
 
-Layer arrays have shape (T, 1), strategy arrays (S,): their products are (T, S) tables, one row a kind of layer.
+Layer arrays have shape (T, 1), strategy arrays (S,): their products are (T, S) tables, one row a kind of layer. What a
+profile may have measured for each strategy is (T, S) from the start.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ class LayerArrays:
     lent_parameters: Floats
     """Of the first layer: those that later layers are tied to."""
     forward_s: Floats
+    """Of one sample, of the part that one device computes: already divided by TP."""
     backward_s: Floats
+    forward_fixed_s: Floats
+    """However few the samples."""
+    backward_fixed_s: Floats
     split_activation_bytes: Floats
     replicated_activation_bytes: Floats
     input_bytes: Floats
     boundary_bytes: Floats
     transient_bytes: Floats
+    measured_activation_bytes: Floats
+    """On one device; not a number where it was not measured."""
+    measured_transient_bytes: Floats
     splits: Floats
     """1 where tensor parallelism divides the layer, 0 where each rank computes it whole."""
     tp_forward_collectives: Floats
@@ -55,12 +63,22 @@ class StrategyArrays:
     zero2: Bools
 
 
-def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LayerArrays:
+def layer_arrays(
+    model: ModelSpec, cluster: Cluster, profile: ModelProfile | None, strategies: Sequence[Strategy]
+) -> LayerArrays:
     kinds = model.kinds
     feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
-    times = [_times(kind, model, cluster, profile) for kind in kinds]
+    ways = [
+        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_digits))
+        for strategy in strategies
+    ]
+    measured = {
+        (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
+    }
+    table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
+    forward_s, backward_s, forward_fixed_s, backward_fixed_s, activations, transients = np.moveaxis(table, 2, 0)
     tensor = [kind.tensor_parallel for kind in kinds]
 
     def column(values: Sequence[float]) -> Floats:
@@ -73,13 +91,17 @@ def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
         lent_parameters=column(lent),
-        forward_s=column([forward for forward, _ in times]),
-        backward_s=column([backward for _, backward in times]),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_fixed_s=forward_fixed_s,
+        backward_fixed_s=backward_fixed_s,
         split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),
         replicated_activation_bytes=column([kind.replicated_activation_bytes for kind in kinds]),
         input_bytes=column([feeds[kind.name] for kind in kinds]),
         boundary_bytes=column([kind.boundary_bytes for kind in kinds]),
         transient_bytes=column([kind.transient_bytes for kind in kinds]),
+        measured_activation_bytes=activations,
+        measured_transient_bytes=transients,
         splits=column([0 if tp is None else 1 for tp in tensor]),
         tp_forward_collectives=column([0 if tp is None else tp.forward_collectives for tp in tensor]),
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
@@ -87,21 +109,41 @@ def layer_arrays(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
     )
 
 
-def _times(kind: LayerSpec, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> tuple[float, float]:
-    measured = profile.time_of(kind.name) if profile else None
-    if measured:
-        return measured.forward_s, measured.forward_s * measured.backward_ratio
-    forward_s = kind.forward_flops / cluster.device.flops_per_s(model.training.precision)
-    return forward_s, 2 * forward_s
+def _measured(
+    kind: LayerSpec, way: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+) -> tuple[float, ...]:
+    """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
+
+    Where the profile knows a smaller degree only, what one sample takes is divided further.
+    """
+    tp, sequence_parallel, sharded = way
+    overhead_s = cluster.device.layer_overhead_s
+    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    if time:
+        forward_s, ratio = time.forward_s, time.backward_ratio
+    else:
+        forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
+    if kind.tensor_parallel is not None:
+        forward_s *= (time.tp if time else 1) / tp
+    fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
+    more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
+    return (
+        forward_s,
+        forward_s * ratio,
+        (overhead_s if fixed[0] is None else fixed[0]) + more[0],
+        (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
+        memory.activation_bytes if memory else np.nan,
+        memory.transient_bytes if memory else np.nan,
+    )
 
 
 def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:
     def groups(kind: Kind) -> GroupLinks:
-        links = [cluster.link(strategy.digits(kind)) for strategy in strategies]
-        return GroupLinks(
-            np.array([strategy.degree(kind) for strategy in strategies], dtype=np.float64),
-            np.array([link.bytes_per_s for link in links]),
-            np.array([link.latency_s for link in links]),
+        return GroupLinks.of(
+            [strategy.degree(kind) for strategy in strategies],
+            [strategy.digits(kind) for strategy in strategies],
+            cluster,
         )
 
     return StrategyArrays(

@@ -18,20 +18,16 @@ _ADAM_BYTES = 28
 """Traffic of one Adam update in fp32: read parameter, gradient and two moments, write parameter and moments."""
 
 
-def _split(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
-    return np.where(layers.splits > 0, strategies.tp.size, 1.0)
-
-
-def forward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device) -> Floats:
+def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
     """Forward of this many samples on each device."""
-    seconds: Floats = samples * layers.forward_s / _split(layers, strategies) + device.layer_overhead_s
+    seconds: Floats = samples * layers.forward_s + layers.forward_fixed_s
     return seconds
 
 
-def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device) -> Floats:
+def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Backward of this many samples, with the second forward where the layer is recomputed."""
-    seconds: Floats = samples * layers.backward_s / _split(layers, strategies) + 2 * device.layer_overhead_s
-    return seconds + strategies.recompute * forward_s(samples, layers, strategies, device)
+    seconds: Floats = samples * layers.backward_s + layers.backward_fixed_s
+    return seconds + strategies.recompute * forward_s(samples, layers)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
@@ -46,7 +42,7 @@ def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_he
 
 def lent_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
     """Of those, the ones that later layers of the stage are tied to."""
-    lent: Floats = layers.lent_parameters * tied_here / _split(layers, strategies)
+    lent: Floats = layers.lent_parameters * tied_here / np.where(layers.splits > 0, strategies.tp.size, 1.0)
     return lent
 
 

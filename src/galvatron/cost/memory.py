@@ -92,7 +92,7 @@ def transient_bytes(
 
 
 def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
-    """Gradients inside a layer's backward, for one sample.
+    """Gradients inside a layer's backward, for one sample: as measured, else by count.
 
     Tensor parallelism divides them, but not those outside its split parts: a norm's backward holds up to three whole
     boundary tensors, and gathering along the sequence two beside the parts.
@@ -104,11 +104,12 @@ def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: 
     message = layers.tp_message_bytes
     outside = np.minimum(layers.transient_bytes, 3 * message)
     whole = np.where(strategies.sequence_parallel, (2 + 3 / strategies.tp.size) * message, outside)
-    return np.where(split > 1, np.maximum(divided, whole), layers.transient_bytes)
+    counted = np.where(split > 1, np.maximum(divided, whole), layers.transient_bytes)
+    return np.where(np.isnan(layers.measured_transient_bytes), counted, layers.measured_transient_bytes)
 
 
 def _full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
-    total: Floats = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
-    return total
+    counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
+    return np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from galvatron.cost import computation, memory
 from galvatron.cost.arrays import layer_arrays, strategy_arrays
-from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, transfer_s
+from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, reduce_scatter_s, transfer_s
 from galvatron.cost.conventions import Conventions
 from galvatron.cost.overlap import overlapped_s
 from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
@@ -73,7 +73,7 @@ class CostModel:
 
     def forward_s(self) -> Floats:
         """(T,) forward time of one sample of each kind of layer on one device."""
-        return layer_arrays(self.model, self.cluster, self.profile).forward_s[:, 0]
+        return layer_arrays(self.model, self.cluster, self.profile, [Strategy()]).forward_s[:, 0]
 
     def stage(self, strategies: Sequence[Strategy], pipeline_degree: int) -> StageCosts:
         return StageCosts(self, tuple(strategies), pipeline_degree)
@@ -91,7 +91,7 @@ class StageCosts:
         numbers = {form: number for number, form in enumerate(self.layouts)}
         self.layout_of: Integers = np.array([numbers[strategy.form] for strategy in strategies])
         self.data_degree: Integers = np.array([strategy.data_degree for strategy in strategies])
-        self._layers = layer_arrays(cost.model, cost.cluster, cost.profile)
+        self._layers = layer_arrays(cost.model, cost.cluster, cost.profile, strategies)
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
         self._allowed = np.array([[_allows(kind, s) for s in strategies] for kind in cost.model.kinds])
@@ -112,11 +112,14 @@ class StageCosts:
         layers, arrays, cluster = self._layers, self._arrays, self.cost.cluster
         conventions, precision = self.cost.conventions, self.cost.model.training.precision
         samples = micro_batch / arrays.data
-        forward = computation.forward_s(samples, layers, arrays, cluster.device)
-        backward = computation.backward_s(samples, layers, arrays, cluster.device)
+        forward = computation.forward_s(samples, layers)
+        backward = computation.backward_s(samples, layers, arrays)
 
         message = samples * layers.tp_message_bytes
-        reduce_s, gather_s = all_reduce_s(message, arrays.tp), all_gather_s(message, arrays.tp)
+        gather_s = all_gather_s(message, arrays.tp)
+        reduce_s = np.where(
+            arrays.sequence_parallel, reduce_scatter_s(message, arrays.tp) + gather_s, all_reduce_s(message, arrays.tp)
+        )
         tp_forward = layers.tp_forward_collectives * reduce_s
         tp_again = (
             layers.tp_forward_collectives * arrays.recompute * reduce_s
@@ -126,8 +129,8 @@ class StageCosts:
 
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
-        gradient_scatter = all_gather_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
-        zero2_scatter = arrays.zero2 * all_gather_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
+        gradient_scatter = reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
+        zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
         slowdown = cluster.overlap_slowdown
         if conventions.gather_ahead:
@@ -156,7 +159,8 @@ class StageCosts:
         layers, arrays, link = self._layers, self._arrays, self._stage_link
         if link is None or not layers.tied_parameters.any():
             return np.zeros((1, 1))
-        pair = GroupLinks(np.array([2.0]), np.array([link.bytes_per_s]), np.array([link.latency_s]))
+        one_pass = np.array([link.bytes_per_s]), np.array([link.latency_s])
+        pair = GroupLinks(np.array([2.0]), one_pass, one_pass, one_pass)
         size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * memory.GRADIENT_BYTES
         seconds: Floats = np.where(layers.tied_parameters > 0, all_reduce_s(size, pair), 0.0)
         return seconds
@@ -207,8 +211,7 @@ class StageCosts:
         """What layers pay to borrow a weight whose owner splits it in the way of this number: (T, S)."""
         layers, arrays, precision = self._layers, self._arrays, self.cost.model.training.precision
         digits = self.splits[owner]
-        link, size = self.cost.cluster.link(digits), math.prod(digit.radix for digit in digits)
-        group = GroupLinks(np.array([float(size)]), np.array([link.bytes_per_s]), np.array([link.latency_s]))
+        group = GroupLinks.of([math.prod(digit.radix for digit in digits)], [digits], self.cost.cluster)
         working = memory.working_bytes(layers, arrays, self.cost.conventions)
         saved, transient = resplit_bytes(layers, arrays, group, precision, micro_batch / arrays.data * working)
         pays = (self.split_of != owner) & (layers.tied_parameters > 0)

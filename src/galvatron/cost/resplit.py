@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.cost.arrays import LayerArrays, StrategyArrays
-from galvatron.cost.communication import Floats, GroupLinks, all_gather_s
+from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, reduce_scatter_s
 from galvatron.spec import Precision
 
 __all__ = ["Resplit", "resplit_bytes", "resplit_s"]
@@ -30,8 +30,8 @@ class Resplit:
 
 def resplit_s(layers: LayerArrays, strategies: StrategyArrays, owner: GroupLinks, precision: Precision) -> Floats:
     """Seconds of a micro-batch, (T, S), under a split that differs from that of the owner's groups."""
-    passes = 2 + strategies.recompute
-    seconds: Floats = passes * all_gather_s(precision.bytes * layers.tied_parameters, owner)
+    size = precision.bytes * layers.tied_parameters
+    seconds: Floats = (1 + strategies.recompute) * all_gather_s(size, owner) + reduce_scatter_s(size, owner)
     return seconds
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from galvatron.cost import Schedule, in_flight, iteration_ns
+from galvatron.cost import Pace, Schedule, in_flight, iteration_ns
 from galvatron.cost.model import NEVER, StageCosts
 from galvatron.errors import InvalidInput
 from galvatron.plans.plan import (
@@ -45,7 +45,8 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
         first += len(strategies[number])
         written.append(stage)
         times.append(stage_ns)
-    total_ns = iteration_ns(times, micro_batches)
+    pace = Pace.of(len(strategies), micro_batches, request.cluster.compute_contention)
+    total_ns = iteration_ns(times, pace)
     return Plan(
         version=FORMAT_VERSION,
         model=ModelFacts.of(request.model),
@@ -65,7 +66,7 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
         micro_batches=micro_batches,
         throughput=request.batch / total_ns * 1e9,
         iteration_s=total_ns / 1e9,
-        bubble_s=(total_ns - micro_batches * max(times)) / 1e9,
+        bubble_s=max(0, total_ns - micro_batches * max(times)) / 1e9,
         stages=tuple(written),
         certificate=None,
     )

@@ -172,7 +172,7 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
         micro_batches=optimum.micro_batches,
         throughput=optimum.batch / iteration_s,
         iteration_s=iteration_s,
-        bubble_s=(optimum.solved.iteration_ns - optimum.micro_batches * slowest_ns) / 1e9,
+        bubble_s=max(0, optimum.solved.iteration_ns - optimum.micro_batches * slowest_ns) / 1e9,
         stages=tuple(stages),
         certificate=Certificate(
             lower_bound_s=lower_bound_s,

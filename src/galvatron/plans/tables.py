@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from galvatron.spec import Cluster, ModelSpec
+from galvatron.spec import Cluster, Collective, ModelProfile, ModelSpec
 from galvatron.units import format_bytes, format_count, format_seconds
 
-__all__ = ["clusters_view", "layers_view", "links_view", "models_view"]
+__all__ = ["clusters_view", "groups_view", "layers_view", "links_view", "models_view", "profile_view"]
 
 
 def models_view(models: Sequence[ModelSpec]) -> RenderableType:
@@ -89,9 +89,38 @@ def links_view(cluster: Cluster) -> RenderableType:
         f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
     )
     reserved = (
-        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}"
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}, "
+        f"contention {cluster.compute_contention:g}"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
+
+
+def groups_view(cluster: Cluster) -> RenderableType:
+    """What was measured of groups: bus bandwidth, and latency of a pass."""
+    table = _table("group of device 0", "devices", *(collective.replace("_", "-") for collective in Collective))
+    for group in cluster.groups:
+        links = [group.link(collective) for collective in Collective]
+        figures = [f"{link.bytes_per_s / 1e9:.3g} GB/s, {format_seconds(link.latency_s)}" for link in links]
+        table.add_row(", ".join(map(str, group.ranks)), str(len(group.ranks)), *figures)
+    return table
+
+
+def profile_view(profile: ModelProfile) -> RenderableType:
+    """Measured layers: seconds of one sample + fixed ones, and bytes of one sample."""
+    table = _table("layer", "TP", "forward", "backward", "activations", "transient")
+    for time in profile.times:
+        fixed = [0.0 if one is None else one for one in (time.forward_fixed_s, time.backward_fixed_s)]
+        slopes = [time.forward_s, time.forward_s * time.backward_ratio]
+        memory = profile.memory_of(time.layer, time.tp, sequence_parallel=time.sequence_parallel)
+        table.add_row(
+            time.layer,
+            f"{time.tp}{'+sp' if time.sequence_parallel else ''}",
+            *(f"{format_seconds(s)} + {format_seconds(f)}" for s, f in zip(slopes, fixed, strict=True)),
+            "–" if memory is None else format_bytes(memory.activation_bytes),
+            "–" if memory is None else format_bytes(memory.transient_bytes),
+        )
+    title = Text(f"{profile.name}: one sample more + whatever the number", style="bold")
+    return Group(title, table, Text(profile.source, style="dim"))
 
 
 def _rate(flops_per_s: float) -> str:

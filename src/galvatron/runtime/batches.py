@@ -85,9 +85,10 @@ class Reader:
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""
         rows: dict[str, set[int]] = {name: set() for name in self._cut.required - {"labels"}}
-        for layout, names in self._needs.items():
-            own = self._grid.numbers(layout, self._index).tolist()
-            firsts = range(0, self._micro_batches * self._grid.rows, self._grid.rows)
+        count = self._placements.rows
+        firsts = range(0, self._micro_batches * count, count)
+        for placement, names in zip(self._placements.distinct, self._needs, strict=True):
+            own = placement.numbers(self._index)
             for name in names & rows.keys():
                 rows[name].update(first + row for first in firsts for row in own)
         return {name: frozenset(numbers) for name, numbers in rows.items()}

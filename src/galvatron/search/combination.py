@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.cost import NEVER, Integers, Schedule, StageCosts, in_flight, iteration_ns
+from galvatron.cost import NEVER, Integers, Pace, Schedule, StageCosts, in_flight, iteration_ns
 from galvatron.search.bounds import Floats, hull_multipliers, priced_minima
 from galvatron.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.search.lending import Lending, raise_least_peaks, solve_lending
@@ -111,6 +111,7 @@ class Combination:
         self.layers, self.costs = layers, costs
         self.fixed = positions
         self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
+        self.pace = Pace.of(pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [in_flight(p, pipeline_degree, micro_batches, schedule) for p in range(pipeline_degree)]
@@ -135,17 +136,17 @@ class Combination:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
             slowest = max(stages)
-            return float(sum(stages) + (self.micro_batches - 1) * slowest) if np.isfinite(slowest) else np.inf
+            return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
         # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
         matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
-        bound = cuts_bound(matrices, self.micro_batches)
+        bound = cuts_bound(matrices, self.pace)
         return min(bound, self._wider_bound())
 
     def _optimistic(self, cutoff: float) -> Cuts | None:
         """Best cuts over what is known of the stages; widens the longest stage considered until it cannot matter."""
         while True:
             matrices = [self._matrix(count) for count in self.in_flight]
-            cuts = best_cuts(matrices, self.micro_batches, cutoff)
+            cuts = best_cuts(matrices, self.pace, cutoff)
             limit = cuts.objective if cuts else cutoff
             if self._wider_bound() >= limit:
                 return cuts
@@ -157,7 +158,7 @@ class Combination:
         if self._width >= self.layers.count - self.stages + 1:
             return np.inf
         least = self._bounds(min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1)
-        return self.micro_batches * float(least.min())
+        return (self.pace.total + self.pace.slowest) * float(least.min())
 
     def _matrix(self, in_flight_count: int) -> CutMatrix:
         if in_flight_count not in self._matrices:
@@ -272,9 +273,10 @@ class Combination:
             self._matrix(self.in_flight[p])[end, end - begin] for p, (begin, end) in enumerate(spans) if p != stage
         ]
         slowest = max(others, default=0.0)
-        room = cutoff - sum(others)
-        as_follower = room - (self.micro_batches - 1) * slowest
-        return float(as_follower if as_follower <= slowest else room / self.micro_batches)
+        total, again = self.pace.total, self.pace.slowest
+        room = cutoff - total * sum(others)
+        as_follower = (room - again * slowest) / total
+        return float(as_follower if as_follower <= slowest else room / (total + again))
 
     def _note(self, signature: Signature, in_flight_count: int, limit: float) -> None:
         """Solve a stage below the limit and put the result in place of its bounds."""
@@ -295,7 +297,7 @@ class Combination:
             if known is None or known.solution is None:
                 return None
             stages.append(known.solution)
-        return Solved(iteration_ns([stage.time for stage in stages], self.micro_batches), positions, tuple(stages))
+        return Solved(iteration_ns([stage.time for stage in stages], self.pace), positions, tuple(stages))
 
     def _known(self, signature: Signature, in_flight_count: int) -> _Known | None:
         """What is known of a stage that holds this many micro-batches in flight.

@@ -1,8 +1,8 @@
 """Where to cut the layers into pipeline stages: exact, for a fixed batch, micro-batch count and pipeline degree.
 
-An iteration takes Σ stages + (m − 1)·max stage. A dynamic program over cut positions runs on lower bounds of the stage
-times; the stages of its optimum are then solved exactly and their true times put in place of the bounds, until the
-optimum consists of true times only. Integers in float64, exact below 2⁵³.
+An iteration takes Σ stages + (m − 1)·max stage, or another such :class:`galvatron.cost.Pace`. A dynamic program over
+cut positions runs on lower bounds of the stage times; the stages of its optimum are then solved exactly and their true
+times put in place of the bounds, until the optimum consists of true times only. Integers in float64, exact below 2⁵³.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from galvatron.cost import Pace
 from galvatron.search.bounds import Floats
 
 __all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound", "least_slowest"]
@@ -40,46 +41,43 @@ class Cuts:
     positions: tuple[int, ...]
 
 
-def best_cuts(matrices: list[CutMatrix], micro_batches: int, cutoff: float) -> Cuts | None:
-    """Cut positions that minimise Σ stages + (m − 1)·max stage, or None when nothing stays below the cutoff.
+def best_cuts(matrices: list[CutMatrix], pace: Pace, cutoff: float) -> Cuts | None:
+    """Cut positions of the fastest iteration, or None when nothing stays below the cutoff.
 
     The sum alone is easy (a path); so the slowest stage is bounded from above, and the bound lowered to just below
     what the last path had, as long as a better compromise is possible.
     """
-    weight = micro_batches - 1
     program = _Program(matrices)
     path = program.shortest(np.inf)
     if path is None:
         return None
     least_sum, slowest, positions = path
-    best, best_positions = least_sum + weight * slowest, positions
-    if weight:
+    best, best_positions = pace.whole_ns(least_sum, slowest), positions
+    if pace.slowest:
         least_slowest = program.least_slowest()
-        if least_sum + weight * least_slowest >= min(best, cutoff):
+        if pace.whole_ns(least_sum, least_slowest) >= min(best, cutoff):
             return Cuts(best, best_positions) if best < cutoff else None
         even = program.shortest(least_slowest)  # the other extreme; often best, and then little is left to try
-        if even is not None and even[0] + weight * even[1] < best:
-            best, best_positions = even[0] + weight * even[1], even[2]
+        if even is not None and pace.whole_ns(even[0], even[1]) < best:
+            best, best_positions = pace.whole_ns(even[0], even[1]), even[2]
         while True:
-            limit = min(np.nextafter(slowest, 0), (min(best, cutoff) - least_sum) / weight)
+            limit = min(np.nextafter(slowest, 0), (min(best, cutoff) - pace.total * least_sum) / pace.slowest)
             if limit < least_slowest:
                 break
             path = program.shortest(limit)
             if path is None:
                 break
             least_sum, slowest, positions = path
-            if least_sum + weight * slowest < best:
-                best, best_positions = least_sum + weight * slowest, positions
+            if pace.whole_ns(least_sum, slowest) < best:
+                best, best_positions = pace.whole_ns(least_sum, slowest), positions
     return Cuts(best, best_positions) if best < cutoff else None
 
 
-def cuts_bound(matrices: list[CutMatrix], micro_batches: int) -> float:
+def cuts_bound(matrices: list[CutMatrix], pace: Pace) -> float:
     """A cheap lower bound on what :func:`best_cuts` finds: the least sum and the least slowest stage, each alone."""
     program = _Program(matrices)
     path = program.shortest(np.inf)
-    if path is None:
-        return np.inf
-    return path[0] + (micro_batches - 1) * program.least_slowest()
+    return np.inf if path is None else pace.whole_ns(path[0], program.least_slowest())
 
 
 def least_slowest(matrices: list[CutMatrix]) -> float:

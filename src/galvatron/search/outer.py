@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.cost import NEVER, STATE_BYTES, CostModel, Schedule, StageCosts
+from galvatron.cost import NEVER, STATE_BYTES, CostModel, Pace, Schedule, StageCosts
 from galvatron.search.bounds import Floats, hull_multipliers
 from galvatron.search.combination import Combination, Layers, Solved
 from galvatron.search.cuts import CutRule, balanced_cuts
@@ -248,5 +248,8 @@ class _Search:
         for lam in lams:
             total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
         slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
-        bounds = total + (micro_batches - 1) * np.maximum(total / degree, slowest_layer)
+        contention = self.problem.cost.cluster.compute_contention
+        paces = [Pace.of(degree, count, contention) for _, count in pairs]
+        again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)
+        bounds = np.array([pace.total for pace in paces]) * total + again
         return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)

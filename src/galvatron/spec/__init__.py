@@ -1,8 +1,8 @@
 """Facts: models, clusters, strategies, profiles. Imports nothing of the package but errors."""
 
-from galvatron.spec.cluster import Cluster, Device, Level, Link
+from galvatron.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
-from galvatron.spec.profile import LayerTime, ModelProfile
+from galvatron.spec.profile import LayerMemory, LayerTime, ModelProfile
 from galvatron.spec.strategy import (
     Axis,
     Digit,
@@ -20,15 +20,18 @@ __all__ = [
     "Attention",
     "Axis",
     "Cluster",
+    "Collective",
     "Device",
     "Digit",
     "Form",
     "Kind",
+    "LayerMemory",
     "LayerSpec",
     "LayerTime",
     "Layout",
     "Level",
     "Link",
+    "MeasuredGroup",
     "ModelProfile",
     "ModelSpec",
     "Precision",

@@ -13,13 +13,14 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 from galvatron.errors import InvalidInput
 from galvatron.spec.model import Precision
 from galvatron.spec.strategy import Digit
 
-__all__ = ["Cluster", "Device", "Level", "Link"]
+__all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +67,42 @@ class Level:
     """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
 
 
+class Collective(StrEnum):
+    """What a group does together. An all-reduce makes two passes over its members, the others one."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """What one group sees: bandwidth of its ring, and the latency of one pass over its members."""
 
     bytes_per_s: float
     latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredGroup:
+    """What was measured of the groups of one shape, while all of them that fit into the cluster ran at once.
+
+    Libraries differ in how a collective's speed depends on the group's size, and in which of them they do well (gloo's
+    reduce-scatter is an all-reduce in disguise); no rule about links says that.
+    """
+
+    ranks: tuple[int, ...]
+    """The group that device 0 is in; the others lie alike."""
+    all_gather_bytes_per_s: float
+    """Bus bandwidths, as nccl-tests defines them; latencies are of one pass, of which an all-reduce makes two."""
+    all_gather_latency_s: float
+    reduce_scatter_bytes_per_s: float
+    reduce_scatter_latency_s: float
+    all_reduce_bytes_per_s: float
+    all_reduce_latency_s: float
+
+    def link(self, collective: Collective) -> Link:
+        return Link(getattr(self, f"{collective}_bytes_per_s"), getattr(self, f"{collective}_latency_s"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +117,11 @@ class Cluster:
     """Memory a process needs besides tensors: context, communication buffers, workspace."""
     overlap_slowdown: float = 1.0
     """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
+    compute_contention: float = 1.0
+    """Factor by which a device computes slower while all compute than while it computes alone: above one where devices
+    are processes that share cores. All times are those while all compute."""
+    groups: tuple[MeasuredGroup, ...] = ()
+    """Where a group was measured, that is preferred to what the levels say."""
     source: str = ""
     """Where the figures come from."""
 
@@ -98,20 +134,26 @@ class Cluster:
         """Whether islands differ in speed, so that who talks to whom matters."""
         return len({(level.bytes_per_s, level.shared) for level in self.levels}) > 1
 
-    def link(self, digits: frozenset[Digit]) -> Link:
-        """Bandwidth and latency of a group whose members differ in these digits.
+    def link(self, digits: frozenset[Digit], collective: Collective = Collective.ALL_GATHER) -> Link:
+        """Bandwidth and latency of a group whose members differ in these digits: as measured, or by the levels.
 
-        The ring is as fast as its slowest crossing. A level is crossed when some digit's block does not lie inside one
-        unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group has one lane
-        for each of its members there.
+        By the levels the ring is as fast as its slowest crossing. A level is crossed when some digit's block does not
+        lie inside one unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group
+        has one lane for each of its members there.
         """
-        if digits not in self._links:
-            self._links[digits] = self._slowest_crossing(digits)
-        return self._links[digits]
+        key = digits, collective
+        if key not in self._links:
+            measured = self._measured.get(_members(digits))
+            self._links[key] = measured.link(collective) if measured else self._slowest_crossing(digits)
+        return self._links[key]
 
     @cached_property
-    def _links(self) -> dict[frozenset[Digit], Link]:
+    def _links(self) -> dict[tuple[frozenset[Digit], Collective], Link]:
         return {}
+
+    @cached_property
+    def _measured(self) -> dict[tuple[int, ...], MeasuredGroup]:
+        return {group.ranks: group for group in self.groups}
 
     def _slowest_crossing(self, digits: frozenset[Digit]) -> Link:
         bytes_per_s, latency_s = math.inf, 0.0
@@ -166,7 +208,8 @@ class Cluster:
                 size *= units
         if size != devices:
             levels = [replace(levels[-1], units=devices)]
-        return replace(self, levels=tuple(level for level in levels if level.units > 1))
+        groups = tuple(group for group in self.groups if max(group.ranks) < devices)
+        return replace(self, levels=tuple(level for level in levels if level.units > 1), groups=groups)
 
     @cached_property
     def digest(self) -> str:
@@ -174,3 +217,11 @@ class Cluster:
         facts = asdict(self)
         del facts["name"], facts["source"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _members(digits: frozenset[Digit]) -> tuple[int, ...]:
+    """The group of device 0 whose members differ in these digits."""
+    ranks = [0]
+    for digit in digits:
+        ranks = [rank + value * digit.stride for rank in ranks for value in range(digit.radix)]
+    return tuple(sorted(ranks))

@@ -10,32 +10,69 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-__all__ = ["LayerTime", "ModelProfile"]
+__all__ = ["LayerMemory", "LayerTime", "ModelProfile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTime:
-    """Time of one kind of layer on one device."""
+    """Time of one kind of layer on one device: samples × slope + a fixed part."""
 
     layer: str
     """The layer's name in the model."""
     forward_s: float
-    """Forward time of one sample."""
+    """Forward time of one more sample, of the part that one device computes."""
     backward_ratio: float = 2.0
     """Backward time over forward time; two for matrix products."""
+    forward_fixed_s: float | None = None
+    """What forward takes besides, however few the samples; None: the device's overhead of a layer."""
+    backward_fixed_s: float | None = None
+    """The same for backward; None: twice the device's overhead of a layer."""
+    forward_sharded_s: float = 0.0
+    """What forward takes more where parameters are sharded: hooks, copies out of messages. Not the messages."""
+    backward_sharded_s: float = 0.0
+    tp: int = 1
+    """Degree of tensor parallelism at which it was measured."""
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMemory:
+    """Memory of one kind of layer on one device, for each sample."""
+
+    layer: str
+    activation_bytes: int
+    """Saved for backward."""
+    transient_bytes: int
+    """Most that backward takes on top."""
+    tp: int = 1
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Layer times of one model on one kind of device; kinds that are missing are priced by their operations."""
+    """Layers of one model on one kind of device; kinds that are missing are priced by their operations and sizes."""
 
     name: str
     times: tuple[LayerTime, ...]
+    memory: tuple[LayerMemory, ...] = ()
     source: str = ""
 
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
-    def time_of(self, layer: str) -> LayerTime | None:
-        return next((time for time in self.times if time.layer == layer), None)
+    def time_of(self, layer: str, tp: int = 1, *, sequence_parallel: bool = False) -> LayerTime | None:
+        """What was measured nearest to this: at the largest degree that is not above it, with sequence parallelism
+        only where that is asked for."""
+        known = [
+            time
+            for time in self.times
+            if time.layer == layer and time.tp <= tp and (sequence_parallel or not time.sequence_parallel)
+        ]
+        return max(known, key=lambda time: (time.tp, time.sequence_parallel), default=None)
+
+    def memory_of(self, layer: str, tp: int, *, sequence_parallel: bool) -> LayerMemory | None:
+        """What was measured of exactly this: what TP divides and what it does not only measurements at its degree
+        tell."""
+        known = (one for one in self.memory if (one.layer, one.tp) == (layer, tp))
+        return next((one for one in known if one.sequence_parallel == sequence_parallel), None)

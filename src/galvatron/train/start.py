@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from galvatron.errors import GalvatronError, Infeasible, InvalidInput, RankFailu
 from galvatron.plans.advice import make_plan
 from galvatron.plans.plan import Plan
 from galvatron.plans.setup import Setup, request_for
+from galvatron.profiler.clusters import profile_cluster
+from galvatron.profiler.layers import profile_model
+from galvatron.profiler.processes import Progress
 from galvatron.spec import ModelSpec
 from galvatron.train.metrics import check_sinks
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
-__all__ = ["Asked", "is_plan", "train"]
+__all__ = ["Asked", "Screen", "is_plan", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,23 +56,34 @@ def is_plan(source: str) -> bool:
     return isinstance(content, dict) and "stages" in content
 
 
-def train(asked: Asked, show: Callable[[Plan], None], say: Callable[[str], None]) -> None:
-    """Train; returns when all steps are done or the run was stopped in order. ``show``: a plan, before it runs."""
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What people are shown on the way."""
+
+    plan: Callable[[Plan], None]
+    """A plan, before it runs."""
+    say: Callable[[str], None]
+    measuring: Callable[[str], AbstractContextManager[Progress]]
+    """Progress while something is measured."""
+
+
+def train(asked: Asked, screen: Screen) -> None:
+    """Train; returns when all steps are done or the run was stopped in order."""
     folder = RunFolder(asked.out)
     check_sinks(asked.settings)
     if "RANK" in os.environ:
         _as_rank(asked, folder)
         return
     (folder.check_started if asked.resume else folder.check_new)()
-    plan = _first_plan(asked, folder, say)
-    show(plan)
+    plan = _first_plan(asked, folder, screen)
+    screen.plan(plan)
     _check_runnable(plan)
     _check_inputs(plan, asked.settings, folder)
     folder.begin(plan, asked.settings)
-    _run(asked, folder, plan, show, say)
+    _run(asked, folder, plan, screen)
 
 
-def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], None], say: Callable[[str], None]) -> None:
+def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen) -> None:
     from galvatron.train.launch import launch  # torch takes seconds
 
     for left in range(asked.max_restarts, -1, -1):
@@ -77,15 +92,17 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, show: Callable[[Plan], Non
             return
         if not ended.may_try_again or not left:
             raise _Failed(ended.message, ended.status)
-        say(f"error: {ended.message}")
+        screen.say(f"error: {ended.message}")
         if asked.replan:
             remaining = _devices_left(plan.cluster.devices, len(ended.ranks))
             if remaining < plan.cluster.devices:
                 plan = _replanned(asked, plan, remaining)
-                show(plan)
+                screen.plan(plan)
                 folder.begin(plan, asked.settings)
         folder.forget_endings()
-        say(f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left - 1} restarts left)")
+        screen.say(
+            f"starting again from the last checkpoint on {plan.cluster.devices} devices ({left - 1} restarts left)"
+        )
 
 
 class _Failed(GalvatronError):
@@ -121,7 +138,7 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
 # Plans
 
 
-def _first_plan(asked: Asked, folder: RunFolder, say: Callable[[str], None]) -> Plan:
+def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
     if asked.resume:
         plan = Plan.load(folder.plan_file)
         if asked.source is not None and is_plan(asked.source):
@@ -131,7 +148,7 @@ def _first_plan(asked: Asked, folder: RunFolder, say: Callable[[str], None]) -> 
             return plan
         if wanted < plan.cluster.devices:
             return _replanned(asked, plan, wanted)
-        return _planned(asked, plan.model.spec(), replace(asked.setup, batch=plan.batch), wanted, say)
+        return _planned(asked, plan.model.spec(), replace(asked.setup, batch=plan.batch), wanted, screen)
     if asked.source is None:
         raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
     if is_plan(asked.source):
@@ -141,20 +158,19 @@ def _first_plan(asked: Asked, folder: RunFolder, say: Callable[[str], None]) -> 
                 f"devices: {asked.devices} given, but the plan is for {plan.cluster.devices}; plan anew for that many"
             )
         return plan
-    return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), say)
+    return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), screen)
 
 
-def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, say: Callable[[str], None]) -> Plan:
+def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen) -> Plan:
     """The best plan for this machine, from measured figures unless a cluster is given."""
     if asked.cluster != "auto":
         return make_plan(request_for(model, asked.cluster, setup))
-    from galvatron.profiler.clusters import profile_cluster
-    from galvatron.profiler.layers import profile_model
-
-    cluster = profile_cluster(devices, progress=say)
+    with screen.measuring("devices and links") as progress:
+        cluster = profile_cluster(devices, progress=progress)
     request = request_for(model, cluster, setup)
     if request.profile is None:
-        request = replace(request, profile=profile_model(request.model, cluster, progress=say))
+        with screen.measuring("layers") as progress:
+            request = replace(request, profile=profile_model(request.model, cluster, progress=progress))
     return make_plan(request)
 
 

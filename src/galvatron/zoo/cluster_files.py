@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.errors import InvalidInput
-from galvatron.spec.cluster import Cluster, Device, Level
+from galvatron.spec.cluster import Cluster, Collective, Device, Level, MeasuredGroup
 from galvatron.units import format_bytes
-from galvatron.zoo.toml_fields import bandwidth, compute_rate, duration, flag, number, size, text, whole
+from galvatron.zoo.toml_fields import ascending, bandwidth, compute_rate, duration, flag, number, size, text, whole
 from galvatron.zoo.toml_files import load_named, parse_text, preset_names
 from galvatron.zoo.toml_tables import Entry, Table, table, tables
 
@@ -53,6 +53,30 @@ _LEVEL = Table(
         Entry("latency", "latency_s", duration("0s", "1s"), "time of one step of a collective, however small"),
     ),
 )
+_GROUP = Table(
+    MeasuredGroup,
+    (
+        Entry(
+            "ranks",
+            "ranks",
+            ascending(0, _MOST_DEVICES - 1, 2, _MOST_DEVICES),
+            "the group that device 0 is in, such as [0, 1]",
+        ),
+        *(
+            entry
+            for collective in Collective
+            for entry in (
+                Entry(collective, f"{collective}_bytes_per_s", bandwidth(), f"bus bandwidth of an {collective}"),
+                Entry(
+                    f"{collective}_latency",
+                    f"{collective}_latency_s",
+                    duration("0s", "10s"),
+                    "time of one pass of it over the group (an all-reduce makes two), however small",
+                ),
+            )
+        ),
+    ),
+)
 _CLUSTER = Table(
     Cluster,
     (
@@ -65,12 +89,24 @@ _CLUSTER = Table(
             number(1, 4),
             "factor by which computation and communication slow each other down while both run",
         ),
+        Entry(
+            "compute_contention",
+            "compute_contention",
+            number(1, 1024),
+            "factor by which a device computes slower while all compute: above 1 where they share cores",
+        ),
         Entry("device", "device", table(_DEVICE), "a [device] table that describes one accelerator"),
         Entry(
             "levels",
             "levels",
             tables(_LEVEL, least=0, most=16),
             "[[levels]] tables, the innermost first; for a single device write levels = [] above [device]",
+        ),
+        Entry(
+            "groups",
+            "groups",
+            tables(_GROUP, least=0, most=1000),
+            "[[groups]] tables of what was measured with groups; the planner prefers it to what the levels say",
         ),
     ),
 )
@@ -109,4 +145,12 @@ def _checked(cluster: Cluster, file: str) -> Cluster:
         )
     if cluster.devices > _MOST_DEVICES:
         raise InvalidInput(f"{file}: levels join {cluster.devices} devices; expected at most {_MOST_DEVICES}")
+    seen: set[tuple[int, ...]] = set()
+    for index, group in enumerate(cluster.groups):
+        if group.ranks[0] != 0 or group.ranks[-1] >= cluster.devices or group.ranks in seen:
+            raise InvalidInput(
+                f"{file}: groups[{index}].ranks is {list(group.ranks)}; expected a group of device 0 among "
+                f"{cluster.devices} devices, each group once"
+            )
+        seen.add(group.ranks)
     return cluster

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from galvatron.errors import InvalidInput
@@ -20,6 +21,7 @@ __all__ = [
     "LONGEST_SHOWN",
     "Kind",
     "Place",
+    "ascending",
     "bandwidth",
     "compute_rate",
     "duration",
@@ -125,6 +127,25 @@ def whole(least: int, most: int) -> Kind:
 
     schema = {"type": "integer", "minimum": least, "maximum": most}
     return _scalar(parse, f"a whole number from {least} to {most}", schema)
+
+
+def ascending(least: int, most: int, shortest: int, longest: int) -> Kind:
+    """A list of different whole numbers, the smallest first."""
+
+    def parse(value: Any) -> tuple[int, ...] | None:
+        if not isinstance(value, list) or not shortest <= len(value) <= longest:
+            return None
+        whole = all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+        right = whole and least <= value[0] and value[-1] <= most and all(a < b for a, b in pairwise(value))
+        return tuple(value) if right else None
+
+    item = {"type": "integer", "minimum": least, "maximum": most}
+    return _scalar(
+        parse,
+        f"{shortest} to {longest} whole numbers from {least} to {most} in ascending order, such as [0, 1]",
+        {"type": "array", "minItems": shortest, "maxItems": longest, "items": item},
+        lambda value: json.dumps(list(value)),
+    )
 
 
 def number(least: float, most: float) -> Kind:

@@ -1,0 +1,160 @@
+"""Do predictions hold? Profiles this machine and a small BERT, then runs plans and compares.
+
+    python benchmarks/prediction.py [--devices 4] [--rounds 3] [--steps 3] [--output results.jsonl]
+
+The plans cover every kind of parallelism, written by hand, and the planner's own best. The ranks are started once; each
+round builds and runs every plan, so that a slow moment of the machine falls on all of them. On a machine that others
+use too, the time they took is left out (T·(1 − their part of the cores)); the plain wall clock is in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from galvatron.cost import Schedule
+from galvatron.plans.by_hand import priced
+from galvatron.plans.plan import Plan
+from galvatron.plans.planner import Request, try_plan
+from galvatron.profiler.clusters import profile_cluster
+from galvatron.profiler.layers import profile_model
+from galvatron.profiler.processes import measured
+from galvatron.space import EXTENDED
+from galvatron.spec import Training
+from galvatron.zoo import load_model
+from prediction_runs import PlanJob, Run
+
+LAYERS = 4
+BATCH = 16
+CONFIG: dict[str, Any] = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "tie_word_embeddings": False,
+}
+
+
+def plans_for(request: Request) -> dict[str, Plan]:
+    """Plans of every kind for so many devices."""
+    n, layers = request.cluster.devices, LAYERS + 2
+    half = n // 2
+
+    def flat(strategy: str, micro_batches: int = 1) -> Plan:
+        return priced(request, [[strategy] * layers], micro_batches=micro_batches)
+
+    def piped(strategy: str, stages: int, micro_batches: int, schedule: Schedule) -> Plan:
+        sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        return priced(
+            replace(request, schedule=schedule), [[strategy] * size for size in sizes], micro_batches=micro_batches
+        )
+
+    gpipe, one = Schedule.GPIPE, Schedule.ONE_F_ONE_B
+    plans = {
+        f"dp{n}": flat(f"dp{n}"),
+        f"dp{n} in 2 micro-batches": flat(f"dp{n}", 2),
+        f"dp{n}+rc": flat(f"dp{n}+rc"),
+        f"dp{n}+zero2": flat(f"dp{n}+zero2"),
+        f"sdp{n}": flat(f"sdp{n}"),
+        f"dp2-sdp{half}": flat(f"dp2-sdp{half}"),
+        f"tp{n}": flat(f"tp{n}"),
+        f"dp{half}-tp2": flat(f"dp{half}-tp2"),
+        f"tp2-sdp{half}": flat(f"tp2-sdp{half}"),
+        f"tp{n}+sp": priced(request, [[f"tp{n}", *[f"tp{n}+sp"] * LAYERS, f"tp{n}"]]),
+        "mixed": priced(request, [[f"dp{n}", f"dp{n}", f"sdp{n}", f"dp{half}-tp2", f"dp{half}-tp2+rc", f"dp{n}"]]),
+        f"2 stages of dp{half}, gpipe, 4": piped(f"dp{half}", 2, 4 if n == 4 else 2, gpipe),
+        f"2 stages of tp{half}, 1f1b, 4": piped(f"tp{half}", 2, 4, one),
+        f"2 stages of sdp{half}, 1f1b, 2": piped(f"sdp{half}", 2, 2, one),
+        "4 stages, gpipe, 4": piped("single" if n == 4 else f"dp{n // 4}", 4, 4, gpipe),
+        "4 stages, 1f1b, 8": piped("single" if n == 4 else f"dp{n // 4}", 4, 8, one),
+    }
+    best = try_plan(request)
+    assert best is not None
+    return {**plans, "the planner's own": best}
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Correlation of ranks."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cached", action="store_true", help="use profiles that were measured before")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "prediction.jsonl")
+    arguments = parser.parse_args()
+    fresh = not arguments.cached
+    cluster = profile_cluster(arguments.devices, fresh=fresh)
+    model = load_model(CONFIG, Training(precision=cluster.device.precision, sequence_length=32))
+    profile = profile_model(model, cluster, fresh=fresh)
+    print(cluster.source, profile.source, sep="\n")
+    switches = replace(EXTENDED, hybrid_sharding=True)
+    request = Request(model=model, cluster=cluster, batch=BATCH, profile=profile, switches=switches)
+    plans = plans_for(request)
+    job = PlanJob(devices=arguments.devices, plans=plans, rounds=arguments.rounds, steps=arguments.steps)
+    # The ranks import the job's module from here.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    runs: dict[str, Run] = measured(job, _progress)
+    _report(cluster.devices, plans, runs)
+    with arguments.output.open("a", encoding="utf-8") as file:
+        for name, plan in plans.items():
+            line = {
+                "devices": cluster.devices,
+                "cluster": cluster.source,
+                "contention": cluster.compute_contention,
+                "plan": name,
+                "predicted_s": plan.iteration_s,
+                "measured_s": runs[name].iteration_s,
+                "iterations": [asdict(one) for one in runs[name].iterations],
+                "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
+                "measured_bytes": max(runs[name].peaks),
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def _report(devices: int, plans: dict[str, Plan], runs: dict[str, Run]) -> None:
+    print(
+        f"{'plan on ' + str(devices):30} {'predicted':>10} {'measured':>10} {'off':>6} {'wall':>8} {'memory off':>11}"
+    )
+    errors, predicted, found = [], [], []
+    for name, plan in plans.items():
+        run = runs[name]
+        errors.append(plan.iteration_s / run.iteration_s - 1)
+        predicted.append(plan.iteration_s)
+        found.append(run.iteration_s)
+        wall = statistics.median(one.wall_s for one in run.iterations)
+        reserved = plan.cluster.facts.reserved_bytes
+        memory = (plan.memory_bytes - reserved) / max(run.peaks) - 1
+        times = f"{plan.iteration_s:9.3f}s {run.iteration_s:9.3f}s {errors[-1]:+6.0%} {wall:7.2f}s"
+        print(f"{name:30} {times} {memory:+10.0%}")
+    mean = statistics.fmean(abs(error) for error in errors)
+    print(f"mean error {mean:.1%} over {len(errors)} plans, Spearman {spearman(predicted, found):.3f}")
+
+
+def _progress(done: int, total: int, what: str) -> None:
+    print(f"\r{done}/{total} {what:40}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""``galvatron profile cluster`` and ``galvatron profile model``: measured figures for the planner."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from galvatron.cli import options as opt
+from galvatron.errors import InvalidInput
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure this machine's devices and links, or a model's layers on them.", no_args_is_help=True)
+
+Output = Annotated[str | None, typer.Option("--output", "-o", help="Write the figures to this .toml file.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew, whatever was measured before.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured, in turns.")]
+
+
+@app.command("cluster")
+def cluster_command(
+    devices: Annotated[
+        int | None, typer.Option(help="Devices (default: all GPUs; without any, a CPU process for each core).")
+    ] = None,
+    output: Output = None,
+    rounds: RoundsOption = 6,
+    fresh: Fresh = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure links, devices and how they get into each other's way; under torchrun, of all machines."""
+    from dataclasses import asdict
+
+    from galvatron.cli.progress import shown_progress
+    from galvatron.profiler.clusters import profile_cluster
+    from galvatron.zoo.cluster_files import dump_cluster
+
+    _check(output)
+    with shown_progress("cluster") as progress:
+        cluster = profile_cluster(devices, fresh=fresh, rounds=rounds, progress=progress)
+    if not _speaks():
+        return
+    _write(output, dump_cluster(cluster))
+    if as_json:
+        opt.print_json({**asdict(cluster), "devices": cluster.devices})
+        return
+    from galvatron.plans.tables import groups_view, links_view
+
+    opt.show(links_view(cluster), groups_view(cluster), *_written(output, "--cluster"))
+
+
+@app.command("model")
+def model_command(
+    model: opt.ModelSource,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="The cluster it is for: auto (this machine), a preset or a .toml.")
+    ] = "auto",
+    tp_degrees: Annotated[str | None, typer.Option(help="Degrees of TP, such as 1,2,4 (default: all).")] = None,
+    precision: opt.PrecisionKind = None,
+    attention: opt.AttentionKind = None,
+    dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
+    output: Output = None,
+    rounds: RoundsOption = 5,
+    fresh: Fresh = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure each kind of layer of MODEL: time over batch sizes and TP degrees, and memory."""
+    from dataclasses import asdict
+
+    from galvatron.cli.progress import shown_progress
+    from galvatron.plans.setup import Setup, training_of
+    from galvatron.profiler.auto import AUTO
+    from galvatron.profiler.clusters import profile_cluster
+    from galvatron.profiler.layers import profile_model
+    from galvatron.zoo import load_cluster, load_model
+    from galvatron.zoo.profile_files import dump_profile
+
+    _check(output)
+    degrees = _degrees(tp_degrees)
+    setup = Setup(precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length)
+    with shown_progress("cluster") as progress:
+        where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
+    spec = load_model(model, training_of(setup, where.device.precision))
+    with shown_progress(spec.name) as progress:
+        profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
+    if not _speaks():
+        return
+    _write(output, dump_profile(profile))
+    if as_json:
+        opt.print_json(asdict(profile))
+        return
+    from galvatron.plans.tables import profile_view
+
+    opt.show(profile_view(profile), *_written(output, "--profile"))
+
+
+def _degrees(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidInput(f"tp-degrees: {text!r} given; expected whole numbers such as 1,2,4") from None
+
+
+def _speaks() -> bool:
+    """Under torchrun one process speaks for all."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check(output: str | None) -> None:
+    """Before minutes are spent on measuring."""
+    if output is not None and not output.endswith(".toml"):
+        raise InvalidInput(f"output: {output!r} given; expected a name that ends in .toml, as the planner reads it")
+
+
+def _write(output: str | None, content: str) -> None:
+    from pathlib import Path
+
+    if output is None:
+        return
+    try:
+        Path(output).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"output: cannot write {output!r}: {error.strerror or error}") from error
+
+
+def _written(output: str | None, option: str) -> list[str]:
+    return [] if output is None else [f"written to {output}; plan with {option} {output}"]

@@ -1,0 +1,184 @@
+"""Probes of one device: arithmetic, the optimizer's step, overheads, and computing while communicating."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from galvatron.profiler.crew import Crew
+from galvatron.profiler.findings import DeviceFacts, DeviceProbe
+from galvatron.profiler.rounds import Probe
+from galvatron.profiler.stopwatch import seconds_of
+
+__all__ = ["device_facts", "device_name", "device_probes"]
+
+_TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
+_PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
+_MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Elements that are summed over all devices while computing."""
+_TINY = 32
+
+
+def device_facts(crew: Crew) -> DeviceFacts:
+    """Call it once the process has done what every process of a training does (joined a group, used its device)."""
+    kind = crew.device.type
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(crew.device)
+        memory = total
+        reserved = total - free - torch.cuda.memory_reserved(crew.device)
+    else:
+        reserved = _resident_bytes()
+        memory = _available_bytes() // crew.local_world + reserved  # what this process holds is no longer available
+    return DeviceFacts(
+        name=device_name(crew),
+        memory_bytes=memory >> 20 << 20,
+        reserved_bytes=min(reserved, memory // 2) >> 20 << 20,
+        layer_flops=24 * _TOKENS[kind] * _HIDDEN[kind] ** 2,
+        optimizer_parameters=_PARAMETERS[kind],
+    )
+
+
+def device_name(crew: Crew) -> str:
+    """As its maker calls it."""
+    name = torch.cuda.get_device_name(crew.device) if crew.device.type == "cuda" else f"CPU process ({_processor()})"
+    return name[:100]
+
+
+def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
+    kind, device = crew.device.type, crew.device
+    fp32 = _block(kind, torch.float32, device)
+    yield DeviceProbe.FP32, _computing(fp32, crew)
+    if crew.world > 1:
+        yield DeviceProbe.ALONE, _computing(fp32, crew) if crew.rank == 0 else Probe(_nothing)
+    if kind == "cuda" and torch.cuda.is_bf16_supported():
+        yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device), crew)
+    yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), crew)
+    yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
+    if crew.world > 1:
+        yield from _overlap_probes(fp32, crew)
+
+
+def _nothing(calls: int) -> tuple[float, ...]:
+    """The part of a rank that waits for another."""
+    return ()
+
+
+def _computing(work: Callable[[], object], crew: Crew) -> Probe:
+    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, crew.compute_clock))
+
+
+def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
+    """For work that waits for others in between."""
+    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device), by_wall_clock=True)
+
+
+def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
+    def once(mark: Callable[[], None]) -> None:
+        work()
+        mark()
+
+    return once
+
+
+def _block(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """The products of a Transformer block, with a normalisation and an activation between them: 24·tokens·h²
+    operations."""
+    tokens, hidden = _TOKENS[kind], _HIDDEN[kind]
+    options = {"dtype": dtype, "device": device}
+    weights = [torch.randn(rows, columns, **options) * 0.02 for rows, columns in _shapes(hidden)]  # type: ignore[call-overload]
+    given = torch.randn(tokens, hidden, **options)  # type: ignore[call-overload]
+
+    def work() -> Tensor:
+        attended = (given @ weights[0])[:, :hidden] @ weights[1]
+        normed = nn.functional.layer_norm(attended + given, (hidden,))
+        result: Tensor = nn.functional.gelu(normed @ weights[2]) @ weights[3]
+        return result
+
+    return work
+
+
+def _shapes(hidden: int) -> tuple[tuple[int, int], ...]:
+    return (hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)
+
+
+def _tiny_layer(device: torch.device) -> Callable[[], object]:
+    layer = nn.TransformerEncoderLayer(_TINY, 2, _TINY, dropout=0.0, batch_first=True, device=device)
+    given = torch.randn(1, 2, _TINY, device=device)
+    return lambda: layer(given)
+
+
+def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], object]:
+    owned = [nn.Parameter(torch.zeros(parameters // 8, device=device)) for _ in range(8)]
+    for parameter in owned:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    return torch.optim.AdamW(owned, fused=True).step
+
+
+def _overlap_probes(work: Callable[[], object], crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
+    """Computing that takes about as long as a sum over all devices; each alone, then both."""
+    message = torch.zeros(_MESSAGE[crew.device.type], device=crew.device)
+
+    def communicate() -> dist.Work:
+        started: dist.Work | None = dist.all_reduce(message, async_op=True)
+        assert started is not None
+        return started
+
+    def compute() -> None:
+        for _ in range(times):
+            work()
+
+    def both() -> None:
+        under_way = communicate()
+        compute()
+        under_way.wait()
+
+    times = 1
+    lasting = [_seconds(lambda: communicate().wait(), crew), _seconds(compute, crew)]
+    times = max(1, math.ceil(max(one[0] for one in crew.gather(lasting)) / max(one[1] for one in crew.gather(lasting))))
+    yield DeviceProbe.COMPUTE, _waiting(compute, crew)
+    yield DeviceProbe.COMMUNICATE, _waiting(lambda: communicate().wait(), crew)
+    yield DeviceProbe.OVERLAP, _waiting(both, crew)
+
+
+def _seconds(work: Callable[[], object], crew: Crew) -> float:
+    work()
+    crew.wait_for_device()
+    crew.meet()
+    started = time.perf_counter()
+    for _ in range(5):
+        work()
+    crew.wait_for_device()
+    return (time.perf_counter() - started) / 5
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _available_bytes() -> int:
+    """Memory that is free or can be freed."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 1 << 28

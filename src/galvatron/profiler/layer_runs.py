@@ -1,0 +1,169 @@
+"""Single layers, as the runtime runs them on one rank: built by its own parts, timed and weighed.
+
+A layer is a stage of its own here, in a world where the other ranks of its TP group do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from galvatron.cost import Schedule
+from galvatron.errors import InvalidInput
+from galvatron.models.build import build_meta
+from galvatron.models.layer import Activations
+from galvatron.models.registry import cut
+from galvatron.profiler.crew import Crew
+from galvatron.profiler.layer_job import LayerBytes, Way
+from galvatron.profiler.rounds import Probe
+from galvatron.profiler.stopwatch import seconds_of
+from galvatron.rehearsal.memory import meter_for
+from galvatron.rehearsal.weights import CheapWeights
+from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.runtime.batches import MicroBatch, Reader
+from galvatron.runtime.groups import GroupPool
+from galvatron.runtime.layout import Placements
+from galvatron.runtime.wiring import StagePlan, needed_groups
+from galvatron.spec import ModelSpec, Precision, Strategy
+
+__all__ = ["Bench"]
+
+_SPREAD = 0.02
+_CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
+"""Larger than what a device keeps near its arithmetic."""
+
+
+class Bench:
+    """Runs layers of one model on this rank's device."""
+
+    def __init__(self, model: ModelSpec, crew: Crew) -> None:
+        if model.config is None:
+            raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
+        self._model, self._crew = model, crew
+        stock = build_meta(model.config, model.training, as_named=model.family == "generic")
+        self._cut = cut(stock)
+        self._weights = CheapWeights(self._cut)
+        narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
+        self._settings = Settings(device=crew.device, dtype=narrow, master_dtype=torch.float32, seed=0)
+        self._assemblies: dict[Way, Assembly] = {}
+        self._elsewhere = torch.zeros(_CACHE_BYTES[crew.device.type] // 4, device=crew.device)
+
+    def probe(self, way: Way, samples: int) -> Probe:
+        run = self._run(way, samples)
+        clock = self._crew.compute_clock
+        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
+
+    def memory(self, ways: Iterable[Way], samples: Sequence[int]) -> dict[Way, list[LayerBytes]]:
+        """For the smallest and the largest number of samples: what is between them is what the samples take."""
+        return {way: [self._weigh(way, count) for count in (min(samples), max(samples))] for way in ways}
+
+    def _weigh(self, way: Way, samples: int) -> LayerBytes:
+        run = _Run(self, way, samples)
+        run.forward()
+        run.backward()  # so that gradients have their place
+        meter = meter_for(self._crew.device)
+        with meter:
+            with meter.phase("forward"):
+                run.forward()
+            with meter.phase("backward"):
+                run.backward()
+        before, after = meter.phases["forward"], meter.phases["backward"]
+        # A layer keeps its input, which is older than the meter here; its output is the next one's.
+        saved = after.start - before.start + run.input_bytes - run.output_bytes
+        return LayerBytes(samples=samples, saved=saved, transient=after.peak - after.start)
+
+    def _run(self, way: Way, samples: int) -> Callable[[Callable[[], None]], None]:
+        run = _Run(self, way, samples)
+
+        def parts(mark: Callable[[], None]) -> None:
+            for work in (run.forward, run.backward):
+                self._forget()
+                mark()
+                work()
+                mark()
+
+        return parts
+
+    def _forget(self) -> None:
+        """Push weights and activations out of caches: in a model, other layers come between a layer's passes."""
+        self._elsewhere += 1
+
+    # What a run is made of
+
+    def assembly(self, way: Way) -> Assembly:
+        """One for all numbers of samples: its weights take memory."""
+        if way not in self._assemblies:
+            stage = self._stage(way)
+            rows = way.ranks // way.tp
+            placements = Placements([stage.strategies[0].layout], rows)
+            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, Schedule.GPIPE))
+            self._assemblies[way] = assemble(
+                self._cut, stage, [stage], placements, pool, 0, self._weights, self._settings
+            )
+            for unit in self._assemblies[way].units:
+                unit.refresh()
+                unit.begin()
+        return self._assemblies[way]
+
+    def _stage(self, way: Way) -> StagePlan:
+        return StagePlan(ranks=tuple(range(way.ranks)), first=way.index, strategies=(Strategy.parse(way.strategy),))
+
+    def inputs(self, way: Way, samples: int) -> tuple[Activations, MicroBatch, int]:
+        """Random activations, the micro-batch they belong to, and how many targets that has."""
+        generator, layout = torch.Generator().manual_seed(0), self._stage(way).strategies[0].layout
+        rows = samples * (way.ranks // way.tp)
+        batch = self._cut.example(rows, self._model.training.sequence_length, generator)
+        needs = [self._cut.layers[way.index].inputs]
+        device, dtype = self._settings.device, self._settings.dtype
+        reader = Reader(self._cut, needs, Placements([layout], rows), 0, micro_batches=1, device=device, dtype=dtype)
+        local = reader.local(batch)
+        parts = way.tp if way.sequence_parallel else 1
+        tensors = []
+        if way.index:
+            for shape in self._cut.carried(way.index, local.shapes):
+                tensor = torch.empty((samples, shape[0] // parts, *shape[1:]), dtype=dtype, device=device)
+                tensors.append(tensor.normal_(std=_SPREAD).requires_grad_())
+        return tuple(tensors), local.micro_batches[0], local.targets
+
+    def is_last(self, way: Way) -> bool:
+        return way.index == len(self._cut.layers) - 1
+
+
+class _Run:
+    """One layer with the samples it is given again and again."""
+
+    def __init__(self, bench: Bench, way: Way, samples: int) -> None:
+        self._assembly = bench.assembly(way)
+        self._inputs, self._micro_batch, self._targets = bench.inputs(way, samples)
+        self._first, self._last = way.index == 0, bench.is_last(way)
+        self._outputs: Activations = ()
+        self.input_bytes = _bytes(self._inputs)
+        self.output_bytes = 0
+
+    def forward(self) -> None:
+        if self._first:
+            self._micro_batch.release()  # masks and positions are made once a micro-batch: in its first layer
+        self._outputs = self._assembly.stage(self._inputs, self._micro_batch, (0, 0))
+        self.output_bytes = _bytes(self._outputs)
+
+    def backward(self) -> None:
+        outputs, self._outputs = self._outputs, ()
+        for unit in self._assembly.units:
+            unit.expect_backward(last=False)
+        if self._last:
+            torch.autograd.backward(outputs[0] / self._targets)
+        else:
+            flowing = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(flowing, [_gradient(output) for output in flowing])
+        for tensor in self._inputs:
+            tensor.grad = None
+
+
+def _bytes(tensors: Activations) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _gradient(output: Tensor) -> Tensor:
+    return torch.full_like(output, 1e-3)
