@@ -48,6 +48,8 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/paper_table.py
 	$(BIN)/python benchmarks/memory_table.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/prediction.py --devices 4
+	$(BIN)/python benchmarks/prediction.py --devices 8
 
 pictures: $(PLANNER)
 	$(BIN)/python docs/pictures.py

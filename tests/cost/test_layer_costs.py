@@ -15,6 +15,7 @@ from galvatron.spec import (
     LayerSpec,
     LayerTime,
     Level,
+    MeasuredGroup,
     ModelProfile,
     ModelSpec,
     Precision,
@@ -155,6 +156,32 @@ def test_measured_times_are_preferred() -> None:
     profile = ModelProfile(name="p", times=(LayerTime(layer="block", forward_s=0.5, backward_ratio=3.0),))
     steady, _ = times(stage("dp4", profile=profile), 8)
     assert steady == pytest.approx(2 * 0.5 + H + 2 * 1.5 + 2 * H)
+
+
+def test_each_collective_has_its_own_measured_figures() -> None:
+    """Where a group was measured: SDP gathers at one speed and scatters at another, DP sums at a third."""
+    group = MeasuredGroup(
+        ranks=(0, 1, 2, 3), all_gather_bytes_per_s=2e9, all_gather_latency_s=1e-3, reduce_scatter_bytes_per_s=5e8,
+        reduce_scatter_latency_s=2e-3, all_reduce_bytes_per_s=3e9, all_reduce_latency_s=3e-3,
+    )  # fmt: skip
+    cluster = replace(CLUSTER, groups=(group,))
+    model = ModelSpec(name="toy", family="custom", layers=(BLOCK,) * 4, training=Training())
+
+    def priced(strategy: str) -> tuple[float, float]:
+        cost = CostModel(model=model, cluster=cluster, conventions=GALVATRON)
+        return times(cost.stage([Strategy.parse(strategy)], 1), 8)
+
+    forward, backward = 2 * F + H, 2 * B + 2 * H
+    size = 4 * 41 * MB
+    gather, scatter = 0.75 * size / 2e9 + 1e-3, 0.75 * size / 5e8 + 2e-3
+    assert priced("sdp4")[0] == pytest.approx(overlap(forward, gather) + overlap(backward, gather + scatter))
+    reduce = 2 * (0.75 * size / 3e9 + 3e-3)
+    optimizer = 41 * MB * 28 / 28e9
+    assert priced("dp4")[1] == pytest.approx(overlap(backward, reduce) - backward + optimizer)
+    message = 2 * 5 * MB  # pairs were not measured: as the levels say
+    pair = 2 * (0.5 * 2 * message / 1e9 + LAT)
+    compute = 4 * (F + B) / 2 + 3 * H
+    assert priced("dp2-tp2")[0] == pytest.approx(compute + 4 * pair)
 
 
 def test_tables_amortise_once_over_micro_batches_and_round_up() -> None:

@@ -46,10 +46,10 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
         assert 0 <= cluster.link(pair, collective).latency_s < 1
     done = run(
         *("profile", "model", "bert-tiny", "--cluster", str(cluster_file), "--sequence-length", "16"),
-        *("--rounds", "2", "-o", str(profile_file)),
+        *("--no-dropout", "--rounds", "2", "-o", str(profile_file)),
     )
     assert done.returncode == 0, done.stderr
-    model = load_model("bert-tiny", Training(sequence_length=16))
+    model = load_model("bert-tiny", Training(sequence_length=16, dropout=False))
     profile = load_profile(profile_file)
     assert {time.layer for time in profile.times} == {kind.name for kind in model.kinds}
     assert {(time.tp, time.sequence_parallel) for time in profile.times if time.layer == "encoder"} == {
@@ -59,12 +59,13 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
         whole, split = (profile.memory_of(kind.name, tp, sequence_parallel=False) for tp in (1, 2))
         assert whole is not None
         assert split is not None
-        assert split.activation_bytes <= whole.activation_bytes
-        if kind.name == "encoder":  # counted op by op for this family; this device's kernels save a little else
-            assert whole.activation_bytes == pytest.approx(kind.activation_bytes, rel=0.5)
+        if kind.name == "encoder":  # counted op by op for this family, and checked against the stock model elsewhere
+            assert whole.activation_bytes == pytest.approx(kind.activation_bytes, rel=0.1)
+            halved = kind.split_activation_bytes / 2 + kind.replicated_activation_bytes
+            assert split.activation_bytes == pytest.approx(halved, rel=0.1)
     done = run(
         *("plan", "bert-tiny", "--cluster", str(cluster_file), "--profile", str(profile_file), "--batch", "8"),
-        *("--sequence-length", "16", "--json"),
+        *("--sequence-length", "16", "--no-dropout", "--json"),
     )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
@@ -100,6 +101,25 @@ def test_mistakes_are_named_without_a_traceback(arguments: tuple[str, ...], expe
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_its_processes_measure(cache: Path) -> None:
+    """Started by torchrun, the same command measures with those processes, and one of them speaks."""
+    file = cache / "cluster.toml"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "galvatron", "profile", "cluster", "--rounds", "2", "-o", str(file)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_cluster(file).devices == 2
+    assert done.stdout.count("group of device 0") == 1
 
 
 def test_under_torchrun_the_number_of_processes_is_torchruns(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -13,7 +13,7 @@ from galvatron.profiler import cache
 from galvatron.profiler.cluster_job import ClusterJob
 from galvatron.profiler.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.profiler.findings import ClusterFindings, ClusterProbe, DeviceProbe, GroupProbe, TransferProbe
-from galvatron.profiler.processes import Progress, measured
+from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
 from galvatron.profiler.shapes import digits_of, islands, size_of
 from galvatron.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup
@@ -45,7 +45,8 @@ def profile_cluster(
     if rounds < 2:
         raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
     kept = cache.cached_file("cluster", cache.key_of(devices=devices, rounds=rounds))
-    if kept.exists() and not fresh:
+    # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
+    if kept.exists() and not fresh and not under_torchrun():
         return load_cluster(kept)
     findings = measured(ClusterJob(devices=devices, rounds=rounds), progress)
     assert isinstance(findings, ClusterFindings)

@@ -14,7 +14,7 @@ from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
 from galvatron.profiler.figures import NOISY, fit_line, quality_of, reading_of
 from galvatron.profiler.layer_job import LayerBytes, LayerFindings, LayerJob, LayerProbe, Way
-from galvatron.profiler.processes import Progress, measured
+from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
 from galvatron.space import divisors
 from galvatron.spec import Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
@@ -66,7 +66,8 @@ def profile_model(
         rounds=rounds,
     )  # fmt: skip
     kept = cache.cached_file("model", key)
-    if kept.exists() and not fresh:
+    # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
+    if kept.exists() and not fresh and not under_torchrun():
         return load_profile(kept)
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)

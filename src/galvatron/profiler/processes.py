@@ -56,19 +56,18 @@ def measured(job: Job, progress: Progress | None) -> Any:
         answer = Path(folder) / "answer"
         # As torchrun does it: processes that share cores would only get into each other's way with more threads.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "galvatron.profiler", str(answer)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )
-        try:
-            said = _follow(process, pickle.dumps(job), progress)
-        finally:
-            if process.poll() is None:
+        ) as process:
+            try:
+                said = _follow(process, pickle.dumps(job), progress)
+            except BaseException:
                 process.terminate()
-            process.wait()
+                raise
         if process.returncode or not answer.exists():
             raise GalvatronError(
                 f"profiling: its processes ended with status {process.returncode}: {said[-1] if said else 'no word'}"
