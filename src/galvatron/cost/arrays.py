@@ -80,9 +80,8 @@ def layer_arrays(
         (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
     }
     table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
-    forward_s, backward_s, forward_fixed_s, backward_fixed_s, recompute_s, activations, transients = table.T.swapaxes(
-        1, 2
-    )
+    columns = np.moveaxis(table, 2, 0)
+    forward_s, backward_s, forward_fixed_s, backward_fixed_s, recompute_s, activations, transients = columns
     tensor = [kind.tensor_parallel for kind in kinds]
 
     def column(values: Sequence[float]) -> Floats:
