@@ -21,7 +21,7 @@ from galvatron.zoo.profile_files import dump_profile
 
 FORWARD = {"embedding": (1e-4, 2e-3), "encoder": (8e-3, 1e-3), "head": (5e-3, 3e-3)}
 """Seconds of one sample, and whatever the number."""
-SHARDING_S = 7e-4
+SHARDING_S, RECOMPUTE_S = 7e-4, 4e-4
 
 
 def model_of(name: str = "bert-tiny") -> ModelSpec:
@@ -39,13 +39,14 @@ def findings(job: LayerJob) -> LayerFindings:
     def block(probe: LayerProbe) -> Block:
         slope, fixed = FORWARD[probe.way.layer]
         forward = probe.samples * slope / probe.way.tp + fixed + SHARDING_S * probe.way.sharded
-        return Block((forward, 3 * forward))
+        again = forward + RECOMPUTE_S if probe.way.recompute else 0
+        return Block((forward, 3 * forward + again))
 
     probes = [LayerProbe(way=way, samples=samples) for way in job.ways for samples in job.samples]
     memory = {
         way: [LayerBytes(samples=n, saved=500 + 1000 * n // way.tp, transient=77 + 64 * n) for n in (1, 8)]
         for way in job.ways
-        if not way.sharded
+        if not (way.sharded or way.recompute)
     }
     return LayerFindings(device="toy", blocks={probe: [block(probe)] * 2 for probe in probes}, memory=memory)
 
@@ -76,6 +77,7 @@ def test_constants_are_recovered(stand_in: list[LayerJob]) -> None:
             assert time.backward_ratio == pytest.approx(3, rel=1e-3)
             assert time.backward_fixed_s == pytest.approx(3 * fixed, rel=1e-3)
             assert time.forward_sharded_s == pytest.approx(SHARDING_S, rel=1e-3)
+            assert time.recompute_s == pytest.approx(RECOMPUTE_S, rel=1e-3)
             memory = profile.memory_of(layer, tp, sequence_parallel=False)
             assert memory is not None
             assert memory.activation_bytes == pytest.approx(1000 / tp, abs=1)
@@ -86,8 +88,8 @@ def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> N
     """bert-tiny has two heads, and embeddings no sequence to divide."""
     profile_model(model_of(), cluster_of(4))
     ways = {(way.layer, way.strategy) for way in stand_in[0].ways}
-    assert {text for layer, text in ways if layer == "encoder"} == {"single", "tp2", "tp2+sp", "sdp2"}
-    assert {text for layer, text in ways if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2"}
+    assert {text for layer, text in ways if layer == "encoder"} == {"single", "tp2", "tp2+sp", "sdp2", "single+rc"}
+    assert {text for layer, text in ways if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2", "single+rc"}
 
 
 def test_processes_that_share_cores_measure_at_once(stand_in: list[LayerJob]) -> None:
@@ -124,9 +126,9 @@ def test_the_figures_reach_the_plan(strategy: str) -> None:
     """The compute time of a plan is what its layers' constants add up to, and its memory what they save."""
     model, cluster = model_of(), cluster_of(2)
     ways = tuple(
-        Way(layer=layer, index=0, tp=tp, sequence_parallel=False, sharded=sharded)
+        Way(layer=layer, index=0, tp=tp, sequence_parallel=False, sharded=sharded, recompute=recompute)
         for layer in FORWARD
-        for tp, sharded in ((1, False), (2, False), (1, True))
+        for tp, sharded, recompute in ((1, False, False), (2, False, False), (1, True, False), (1, False, True))
     )
     profile = profile_of(model, findings(LayerJob(model=model, ways=ways, samples=(1, 2, 4, 8), devices=1, rounds=2)))
     request = Request(model=model, cluster=cluster, batch=8, profile=profile)
@@ -136,7 +138,7 @@ def test_the_figures_reach_the_plan(strategy: str) -> None:
     for layer in model.layers:
         slope, fixed = FORWARD[layer.name]
         forward = samples * slope / tp + fixed + (SHARDING_S if strategy == "sdp2" else 0)
-        expected += 4 * forward + (forward if strategy.endswith("+rc") else 0)
+        expected += 4 * forward + (forward + RECOMPUTE_S if strategy.endswith("+rc") else 0)
     assert compute_s(plan) == pytest.approx(expected, rel=2e-3)
     if strategy in ("dp2", "tp2"):
         assert plan.stages[0].memory.activations == pytest.approx(samples * 1000 / tp * len(model.layers), abs=100)

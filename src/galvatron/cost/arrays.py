@@ -35,6 +35,8 @@ class LayerArrays:
     forward_fixed_s: Floats
     """However few the samples."""
     backward_fixed_s: Floats
+    recompute_s: Floats
+    """Of recomputing, besides a second forward."""
     split_activation_bytes: Floats
     replicated_activation_bytes: Floats
     input_bytes: Floats
@@ -78,7 +80,8 @@ def layer_arrays(
         (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
     }
     table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
-    forward_s, backward_s, forward_fixed_s, backward_fixed_s, activations, transients = np.moveaxis(table, 2, 0)
+    columns = np.moveaxis(table, 2, 0)
+    forward_s, backward_s, forward_fixed_s, backward_fixed_s, recompute_s, activations, transients = columns
     tensor = [kind.tensor_parallel for kind in kinds]
 
     def column(values: Sequence[float]) -> Floats:
@@ -95,6 +98,7 @@ def layer_arrays(
         backward_s=backward_s,
         forward_fixed_s=forward_fixed_s,
         backward_fixed_s=backward_fixed_s,
+        recompute_s=recompute_s,
         split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),
         replicated_activation_bytes=column([kind.replicated_activation_bytes for kind in kinds]),
         input_bytes=column([feeds[kind.name] for kind in kinds]),
@@ -133,6 +137,7 @@ def _measured(
         forward_s * ratio,
         (overhead_s if fixed[0] is None else fixed[0]) + more[0],
         (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
+        time.recompute_s if time else 0.0,
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )

@@ -27,7 +27,7 @@ def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
 def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Backward of this many samples, with the second forward where the layer is recomputed."""
     seconds: Floats = samples * layers.backward_s + layers.backward_fixed_s
-    return seconds + strategies.recompute * forward_s(samples, layers)
+    return seconds + strategies.recompute * (forward_s(samples, layers) + layers.recompute_s)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:

@@ -17,7 +17,7 @@ __all__ = ["cached_file", "keep", "key_of"]
 _VERSION = 1
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
-_SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def key_of(**facts: Any) -> str:
@@ -30,6 +30,7 @@ def key_of(**facts: Any) -> str:
         "gpus": _gpus(),
         "packages": {name: _installed(name) for name in _PACKAGES},
         "settings": {name: os.environ.get(name) for name in _SETTINGS},
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         **facts,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]

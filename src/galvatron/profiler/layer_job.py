@@ -25,11 +25,13 @@ class Way:
     sequence_parallel: bool
     sharded: bool = False
     """With its parameters divided over two ranks, to see what dividing them takes besides the messages."""
+    recompute: bool = False
+    """With its forward run again in backward, to see what that takes besides."""
 
     @property
     def strategy(self) -> str:
         axes = ["sdp2"] * self.sharded + [f"tp{self.tp}"] * (self.tp > 1)
-        return ("-".join(axes) or "single") + "+sp" * self.sequence_parallel
+        return ("-".join(axes) or "single") + "+sp" * self.sequence_parallel + "+rc" * self.recompute
 
     @property
     def ranks(self) -> int:
@@ -94,7 +96,7 @@ class LayerJob:
                 for samples in self.samples
             }
             blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
-            whole = [way for way in self.ways if not way.sharded]
+            whole = [way for way in self.ways if not (way.sharded or way.recompute)]
             memory = bench.memory(whole, self.samples) if crew.rank == 0 else {}
             crew.meet()
         return LayerFindings(device=device_name(crew), blocks=blocks, memory=memory)

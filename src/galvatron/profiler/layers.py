@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from galvatron.errors import InvalidInput
@@ -88,12 +88,20 @@ def _degrees(cluster: Cluster, asked: Sequence[int] | None) -> list[int]:
 
 
 def _ways(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, ...]:
-    """Every kind of layer whole, split as far as it can be, and with its parameters sharded."""
+    """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
-    sharded = [
-        Way(layer=kind.name, index=first[kind.name], tp=1, sequence_parallel=False, sharded=True)
+    other = [
+        Way(
+            layer=kind.name,
+            index=first[kind.name],
+            tp=1,
+            sequence_parallel=False,
+            sharded=sharded,
+            recompute=not sharded,
+        )
         for kind in model.kinds
-        if devices > 1 and kind.parameters
+        for sharded in (True, False)
+        if not sharded or (devices > 1 and kind.parameters)
     ]
     split = [
         Way(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
@@ -103,7 +111,7 @@ def _ways(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, 
         for sequence in (False, True)
         if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
     ]
-    return (*split, *sharded)
+    return (*split, *other)
 
 
 def _samples(model: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
@@ -123,7 +131,7 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     )
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
-    ways = dict.fromkeys(probe.way for probe in findings.blocks if not probe.way.sharded)
+    ways = dict.fromkeys(probe.way for probe in findings.blocks if probe.way == _plain(probe.way))
     forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
@@ -148,24 +156,38 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
         backward_fixed_s=_rounded(lines[1].fixed),
         forward_sharded_s=_sharding_s(way, forward),
         backward_sharded_s=_sharding_s(way, backward),
+        recompute_s=_recompute_s(way, forward, backward),
         tp=way.tp,
         sequence_parallel=way.sequence_parallel,
     )
 
 
+def _plain(way: Way) -> Way:
+    return replace(way, sharded=False, recompute=False)
+
+
 def _sharding_s(way: Way, seconds: dict[LayerProbe, float]) -> float:
     """What the layer takes more with its parameters sharded. Measured without TP, whose ranks have less to copy."""
-    plain = {
-        probe.samples: value
-        for probe, value in seconds.items()
-        if probe.way == replace(way, tp=1, sequence_parallel=False)
-    }
-    more = [
-        value - plain[probe.samples]
-        for probe, value in seconds.items()
+    return _typical(
+        seconds[probe] - seconds[replace(probe, way=_plain(probe.way))]
+        for probe in seconds
         if probe.way.sharded and probe.way.layer == way.layer
+    )
+
+
+def _recompute_s(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> float:
+    """What both passes of a recomputed layer take more than a forward, a forward and a backward."""
+    pairs = [
+        (probe, replace(probe, way=_plain(probe.way)))
+        for probe in forward
+        if probe.way.recompute and probe.way.layer == way.layer
     ]
-    return _rounded(max(statistics.median(more), 0.0)) if more else 0.0
+    return _typical(forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs)
+
+
+def _typical(differences: Iterable[float]) -> float:
+    known = list(differences)
+    return _rounded(max(statistics.median(known), 0.0)) if known else 0.0
 
 
 def _memory(way: Way, weighed: Sequence[LayerBytes]) -> LayerMemory:

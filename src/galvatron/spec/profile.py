@@ -30,6 +30,8 @@ class LayerTime:
     forward_sharded_s: float = 0.0
     """What forward takes more where parameters are sharded: hooks, copies out of messages. Not the messages."""
     backward_sharded_s: float = 0.0
+    recompute_s: float = 0.0
+    """What recomputing the layer takes besides a second forward."""
     tp: int = 1
     """Degree of tensor parallelism at which it was measured."""
     sequence_parallel: bool = False

@@ -45,6 +45,7 @@ _LAYER = Table(
             "forward time besides, where parameters are sharded",
         ),
         Entry("backward_sharded", "backward_sharded_s", duration("0s", "1000s"), "the same for backward"),
+        Entry("recompute", "recompute_s", duration("0s", "1000s"), "time of recomputing it besides a second forward"),
         *_WAY,
     ),
 )
