@@ -81,10 +81,15 @@ class Report:
 
 
 def _predicted(plan: Plan, stage: PlannedStage) -> RankTimes:
-    """The plan's figures in the same parts. What a stage neither works nor does once an iteration it waits."""
+    """The plan's figures in the same parts. What a stage neither works nor does once an iteration it waits.
+
+    Devices that share cores are faster while others wait; a stage's figures are for all of them at work, so they are
+    scaled to what fits into the iteration.
+    """
     use, count = stage.time, plan.micro_batches
-    work_s = count * (use.compute_s + use.tp_s + use.sdp_s + use.layout_s)
-    rest_s = use.sync_s + use.optimizer_s
+    faster = min(1.0, plan.iteration_s / max(count * each.time_s for each in plan.stages))
+    work_s = faster * count * (use.compute_s + use.tp_s + use.sdp_s + use.layout_s)
+    rest_s = faster * (use.sync_s + use.optimizer_s)
     waiting_s = max(0.0, plan.iteration_s - work_s - rest_s) if plan.pipeline_degree > 1 else 0.0
     return RankTimes(work_s, waiting_s, 0.0, rest_s, stage.memory_bytes - stage.memory.reserved)
 
