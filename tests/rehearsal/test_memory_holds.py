@@ -46,14 +46,15 @@ def test_peaks_are_as_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2 sdp4", "bert mixed", "bert pp2 1f1b", "gpt2 pp2 gpipe"])
 def test_a_rehearsal_takes_what_a_real_run_takes(name: str) -> None:
     """Four processes joined by gloo, against the first rank of each stage alone. Mostly they agree to the byte; now and
-    then the meter misses that one of gloo's threads let go of a tensor, up to 0.5% here."""
+    then the meter misses that a gradient summed by gloo was let go, so two of those are allowed."""
     plan = _plan(name)
+    missed = 2 * plan.micro_batch * max(kind.boundary_bytes for kind in plan.model.kinds)
     real: list[Measured] = ranks(plan.cluster.devices).run(_real, plan)
     for stage in plan.stages:
         alone = _rehearsed(name, stage.devices[0])
         for rank in stage.devices:
             assert alone.peak_bytes == pytest.approx(real[rank].peak_bytes, rel=0.02), rank
-            assert alone.state_bytes == pytest.approx(real[rank].state_bytes, rel=0.02), rank
+            assert alone.state_bytes == pytest.approx(real[rank].state_bytes, abs=missed), rank
 
 
 def _real(plan: Plan) -> Measured:
