@@ -136,7 +136,7 @@ def way(one: LayerTime | LayerMemory) -> tuple[str, int, bool]:
     st.lists(layer_times, min_size=1, max_size=5, unique_by=way),
     st.lists(memories, max_size=3, unique_by=way),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 def test_whatever_is_written_reads_back_equal(
     tmp_path: Path, times: list[LayerTime], memory: list[LayerMemory]
 ) -> None:
