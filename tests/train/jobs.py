@@ -17,7 +17,6 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from oracle import Case
@@ -30,7 +29,7 @@ from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
-__all__ = ["Job", "plan_of", "run_to_end", "stop_after"]
+__all__ = ["Job", "plan_of", "run_to_end"]
 
 _LIMIT_S = 120.0
 _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
@@ -122,25 +121,6 @@ def run_to_end(path: Path, plan: galvatron.Plan, settings: Settings) -> Job:
     job = Job(path, plan, settings)
     assert job.wait() == [0] * job.world, job.logs()
     return job
-
-
-def stop_after(rank: int, step: int) -> None:
-    """Rank 0 asks itself to stop when it begins that step, as a signal would."""
-    from galvatron.runtime.model import ParallelModel
-
-    if rank:
-        return
-    real = ParallelModel.forward_backward
-    calls = 0
-
-    def forward_backward(self: ParallelModel, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, batch)
-
-    patch.object(ParallelModel, "forward_backward", forward_backward).start()
 
 
 def _rank(

@@ -7,10 +7,9 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
+from injecting import fail, fail_at, spoil, stall, starve
 from jobs import Job, plan_of, run_to_end
 
 from galvatron.checkpoints.folder import complete
@@ -29,7 +28,7 @@ def _told(job: Job) -> dict[str, Any]:
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS)
-    job.wait_for_step(4)
+    job.wait_for_step(7)  # the save of step 3 is complete when that of step 6 begins
     job.signal(signal.SIGKILL, 3)
     started = time.monotonic()
     codes = job.wait()
@@ -39,7 +38,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     told = _told(job)
     assert told["ranks"] == [3]
     assert told["stage"] == 1
-    assert told["step"] >= 4
+    assert told["step"] >= 7
     assert "rank 3 (stage 1" in told["message"]
     assert f"step {told['step']}" in told["message"]
     assert complete(job.folder.checkpoints)[-1].step >= 3
@@ -61,34 +60,15 @@ def test_a_stopped_rank_is_found_and_named(tmp_path: Path, rank: int) -> None:
     assert RankFailure.exit_status in codes
 
 
-def _stall(rank: int, stalled: int, step: int) -> None:
-    """This rank computes for ever in that step, instead of what it should."""
-    from galvatron.runtime.model import ParallelModel
-
-    if rank != stalled:
-        return
-    real = ParallelModel.forward_backward
-    calls = 0
-
-    def forward_backward(self: ParallelModel, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        while calls == step:
-            time.sleep(0.05)
-        return real(self, batch)
-
-    patch.object(ParallelModel, "forward_backward", forward_backward).start()
-
-
 def test_a_rank_that_does_not_come_back_is_told_from_those_that_wait(tmp_path: Path) -> None:
-    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, _stall, 1, 3)
+    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, fail_at, 1, 3, stall)
     codes = job.wait(60)
     assert 0 not in codes
     told = _told(job)
     assert told["ranks"] == [1]
     assert told["step"] == 3
     assert "not moved on" in told["message"]
-    assert "forward_backward" in told["message"]
+    assert "in stall (" in told["message"]
 
 
 def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
@@ -108,29 +88,8 @@ def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
     assert job.metrics()[-1]["step"] == outcome["step"]
 
 
-def _spoil(rank: int, spoiled: int, step: int) -> None:
-    """One rank's gradient becomes infinite at that step."""
-    from galvatron.runtime.model import ParallelModel
-
-    if rank != spoiled:
-        return
-    real = ParallelModel.forward_backward
-    calls = 0
-
-    def forward_backward(self: ParallelModel, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        loss = real(self, batch)
-        if calls == step:
-            gradient = next(parameter.grad for parameter in self.parameters() if parameter.grad is not None)
-            gradient.view(-1)[0] = torch.inf
-        return loss
-
-    patch.object(ParallelModel, "forward_backward", forward_backward).start()
-
-
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_any_weight_changes(tmp_path: Path) -> None:
-    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1), _spoil, 2, 4)
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1), fail_at, 2, 4, spoil)
     assert job.wait() == [NonFinite.exit_status] * 4, job.logs()
     told = _told(job)
     assert told["step"] == 4
@@ -144,31 +103,8 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_any_weight_changes
     assert again.losses() == whole.losses()  # as if nothing had happened
 
 
-def _starve(rank: int, starved: int, step: int) -> None:
-    """From that step on, this rank gets no more memory from the system."""
-    import resource
-
-    from galvatron.runtime.model import ParallelModel
-
-    if rank != starved:
-        return
-    real = ParallelModel.forward_backward
-    calls = 0
-
-    def forward_backward(self: ParallelModel, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == step:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
-            torch.empty(1 << 30)
-        return real(self, batch)
-
-    patch.object(ParallelModel, "forward_backward", forward_backward).start()
-
-
 def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:
-    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS, _starve, 3, 3)
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS, fail_at, 3, 3, starve)
     codes = job.wait()
     assert codes[3] == OutOfMemory.exit_status, job.logs()
     assert 0 not in codes
@@ -178,26 +114,8 @@ def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:
     assert message.count("used") == 2
 
 
-def _raise(rank: int, raising: int, step: int) -> None:
-    from galvatron.runtime.model import ParallelModel
-
-    if rank != raising:
-        return
-    real = ParallelModel.forward_backward
-    calls = 0
-
-    def forward_backward(self: ParallelModel, batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == step:
-            raise ZeroDivisionError("on purpose")
-        return real(self, batch)
-
-    patch.object(ParallelModel, "forward_backward", forward_backward).start()
-
-
 def test_an_error_of_one_rank_is_what_people_see(tmp_path: Path) -> None:
-    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, _raise, 2, 3)
+    job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, fail_at, 2, 3, fail)
     started = time.monotonic()
     codes = job.wait()
     assert time.monotonic() - started < 60

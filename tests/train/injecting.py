@@ -1,0 +1,66 @@
+"""Faults for tests: something goes wrong on one rank at one step of its training."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from galvatron.runtime.model import ParallelModel
+
+__all__ = ["Fault", "ask_to_stop", "fail", "fail_at", "spoil", "stall", "starve"]
+
+Fault = Callable[[ParallelModel], None]
+
+
+def fail_at(rank: int, victim: int, step: int, fault: Fault) -> None:
+    """On the rank with number ``victim``: let this happen when forward and backward of that step are done."""
+    if rank != victim:
+        return
+    real = ParallelModel.forward_backward
+    calls = 0
+
+    def forward_backward(self: ParallelModel, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = real(self, batch)
+        if calls == step:
+            fault(self)
+        return loss
+
+    patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def fail(model: ParallelModel) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def stall(model: ParallelModel) -> None:
+    """Never come back, though alive."""
+    while True:
+        time.sleep(0.05)
+
+
+def spoil(model: ParallelModel) -> None:
+    """An infinite element in one gradient."""
+    gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    gradient.view(-1)[0] = torch.inf
+
+
+def starve(model: ParallelModel) -> None:
+    """No more memory from the system."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+    torch.empty(1 << 30)
+
+
+def ask_to_stop(model: ParallelModel) -> None:
+    """As a scheduler would."""
+    os.kill(os.getpid(), signal.SIGTERM)
