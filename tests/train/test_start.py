@@ -11,14 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import plan_of
+from jobs import plan_of, run_to_end
 
 from galvatron.checkpoints.folder import complete
 from galvatron.plans.plan import Plan
+from galvatron.plans.setup import Setup
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.train.start import is_plan
+from galvatron.train.start import Asked, is_plan, replanned
 
 _LIMIT_S = 120.0
 
@@ -151,3 +152,31 @@ def test_a_plan_is_told_from_a_models_configuration(tmp_path: Path, plan_file: s
     assert is_plan(plan_file)
     assert not is_plan(str(tmp_path / "config.json"))
     assert not is_plan("bert-base")
+
+
+@pytest.mark.parametrize("left", [3, 2, 1])
+def test_a_plan_for_the_devices_that_are_left(plan_file: str, left: int) -> None:
+    """The same model and batch, so that the run goes on as it was."""
+    plan = Plan.load(plan_file)
+    asked = Asked(source=None, out=Path("run"), settings=Settings(), setup=Setup(), resume=True)
+    found = replanned(asked, plan, left)
+    assert found.cluster.devices == left
+    assert found.batch == plan.batch
+    assert found.model == plan.model
+
+
+@pytest.mark.slow
+def test_with_a_device_less_it_plans_anew_and_goes_on(tmp_path: Path, plan_file: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    options = ("--steps", "30", "--save-every", "5", "--max-restarts", "1", "--replan")
+    run = _Run(plan_file, "--out", str(folder.path), *options)
+    run.wait_for_step(folder, 12)
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    status, said = run.end()
+    assert status == 0, said
+    assert "starting again from the last checkpoint on 3 devices" in said
+    assert Plan.load(folder.plan_file).cluster.devices == 3
+    lines = read_metrics(folder.metrics_file)
+    assert [line["step"] for line in lines] == [*range(1, 31)]
+    whole = run_to_end(tmp_path / "whole", Plan.load(plan_file), Settings(steps=30))
+    assert [line["loss"] for line in lines] == pytest.approx(whole.losses(), abs=1e-4)

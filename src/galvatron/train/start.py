@@ -23,7 +23,7 @@ from galvatron.train.metrics import check_sinks
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
-__all__ = ["Asked", "Screen", "is_plan", "train"]
+__all__ = ["Asked", "Screen", "is_plan", "replanned", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen) -> None:
         if asked.replan:
             remaining = _devices_left(plan.cluster.devices, len(ended.ranks))
             if remaining < plan.cluster.devices:
-                plan = _replanned(asked, plan, remaining)
+                plan = replanned(asked, plan, remaining)
                 screen.plan(plan)
                 folder.begin(plan, asked.settings)
         folder.forget_endings()
@@ -147,7 +147,7 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
         if wanted == plan.cluster.devices:
             return plan
         if wanted < plan.cluster.devices:
-            return _replanned(asked, plan, wanted)
+            return replanned(asked, plan, wanted)
         return _planned(asked, plan.model.spec(), replace(asked.setup, batch=plan.batch), wanted, screen)
     if asked.source is None:
         raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
@@ -174,7 +174,7 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
     return make_plan(request)
 
 
-def _replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
+def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
     """For fewer devices, from the figures the plan was made with: the same model and batch, so that training goes on as
     it was. If so many devices cannot be used, the next smaller number that can."""
     setup = replace(asked.setup, batch=plan.batch)
