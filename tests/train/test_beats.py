@@ -11,6 +11,7 @@ _BEAT = Beat(
     rank=0,
     stage=0,
     host="a",
+    machine="m",
     pid=1,
     number=5,
     step=3,

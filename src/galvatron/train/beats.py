@@ -4,6 +4,8 @@ machine is compared with ours: a rank is as old as the time since *we* last saw 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Beat", "Sighting", "Verdict", "judge", "where_am_i"]
+__all__ = ["Beat", "Sighting", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/transfer.py")
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/train/beats.py", "galvatron/train/watch.py")
@@ -24,6 +26,9 @@ class Beat:
     rank: int
     stage: int
     host: str
+    """Its machine's name, for people."""
+    machine: str
+    """What tells machines apart whose processes are numbered separately (see :func:`this_machine`)."""
     pid: int
     number: int
     """Counts up while the process runs."""
@@ -108,6 +113,15 @@ def describe(beat: Beat) -> str:
 def _others(running: Sequence[Sighting], blamed: Sequence[Sighting]) -> str:
     places = {each.beat.where for each in running if each not in blamed and each.beat.waiting}
     return f"; others wait for it in {', '.join(sorted(places))}" if places else ""
+
+
+def this_machine() -> str:
+    """Equal for processes that can see each other by number: of one kernel and one container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def where_am_i() -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from galvatron.errors import RankFailure
-from galvatron.train.beats import Beat, Sighting, describe, judge, where_am_i
+from galvatron.train.beats import Beat, Sighting, describe, judge, this_machine, where_am_i
 from galvatron.train.signals import StopRequest
 
 __all__ = ["Watch"]
@@ -45,7 +45,7 @@ class Watch:
         """``stages``: of each rank; ``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
         self._rank, self._stages, self._store, self._stop = rank, stages, store, stop
         self._timeout_s, self._record, self._memory_bytes = timeout_s, record, memory_bytes
-        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._host, self._machine, self._pid = socket.gethostname(), this_machine(), os.getpid()
         self._step, self._phase, self._number = 0, "starting", 0
         self._sightings: dict[int, Sighting] = {}
         self._observes = rank == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
@@ -118,6 +118,7 @@ class Watch:
             rank=self._rank,
             stage=self._stages[self._rank],
             host=self._host,
+            machine=self._machine,
             pid=self._pid,
             number=self._number,
             step=self._step,
@@ -143,8 +144,8 @@ class Watch:
                 self._conclude(verdict.message, list(verdict.ranks))
 
     def _is_gone(self, beat: Beat) -> bool:
-        """Whether a process of this host does not exist any more and did not say that it was done."""
-        if beat.host != self._host or beat.phase == "done" or beat.rank == self._rank:
+        """Whether a process of this machine does not exist any more and did not say that it was done."""
+        if beat.machine != self._machine or beat.phase == "done" or beat.rank == self._rank:
             return False
         try:
             os.kill(beat.pid, 0)
@@ -155,11 +156,11 @@ class Watch:
         return False
 
     def _conclude(self, message: str, ranks: Sequence[int]) -> None:
-        """The first to know says so, and everybody stops. Stopped processes of this host do not end by themselves."""
+        """The first to know says so, and everybody stops. Stopped processes do not end by themselves."""
         first = self._claim(message, ranks, self._sightings[ranks[0]].beat.step)
         for rank in ranks:
             beat = self._sightings[rank].beat
-            if beat.host == self._host and rank != self._rank:
+            if beat.machine == self._machine and rank != self._rank:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(beat.pid, signal.SIGKILL)
         self._end(message if first else None)
