@@ -33,7 +33,7 @@ demo: $(RUNTIME)
 	$(BIN)/galvatron export runs/demo runs/demo/model
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest -m "slow or not slow"

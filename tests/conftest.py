@@ -19,7 +19,7 @@ _WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "d
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
     are at work, one of them may come up broken."""
-    folders = {part for item in session.items for part in item.path.parts}
+    folders = {part for item in getattr(session, "items", ()) for part in item.path.parts}
     worlds = {world for folder, sizes in _WORLDS.items() if folder in folders for world in sizes}
     if worlds:
         from ranks import ranks

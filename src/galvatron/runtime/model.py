@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.optim import Optimizer
 
 from galvatron.models.layer import Batch
 from galvatron.plans.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.exchange import TieExchange
+from galvatron.runtime.loss import Loss
 from galvatron.runtime.norm import clip_, gradient_norm
 from galvatron.runtime.pipeline import Pipeline
 from galvatron.runtime.randomness import RandomState, restored
@@ -56,7 +56,6 @@ class ParallelModel:
         self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
         self._shapes = shapes
         self._seed, self._iteration = seed, 0
-        self._loss: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -140,7 +139,7 @@ class ParallelModel:
         """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
         return self._reader.rows_read()
 
-    def forward_backward(self, batch: Batch | LocalBatch) -> Tensor:
+    def forward_backward(self, batch: Batch | LocalBatch) -> Loss:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
         it late (after the optimizer's step), because that waits for all stages.
 
@@ -180,7 +179,7 @@ class ParallelModel:
             local.master.grad = None
         return earlier
 
-    def evaluate(self, batch: Batch | LocalBatch) -> Tensor:
+    def evaluate(self, batch: Batch | LocalBatch) -> Loss:
         """The mean loss without gradients and without dropout."""
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
         for unit in self._units:
@@ -194,15 +193,9 @@ class ParallelModel:
                 unit.end_evaluation()
         return self._mean(loss)
 
-    def _mean(self, loss: Tensor | None) -> Tensor:
-        """Put the last stage's sums together: under way until somebody reads it, because the first stages compute on
-        while the last ones could already update their weights."""
+    def _mean(self, loss: Tensor | None) -> Loss:
+        """Put the last stage's sums together."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         if loss is not None:
             total += loss.double() / self._loss_replicas
-        if dist.get_world_size() > 1:
-            assert dist.group.WORLD is not None
-            if isinstance(self._loss, AsyncCollectiveTensor):
-                self._loss.wait()  # one that nobody reads would stay in PyTorch's list of works for ever
-            total = self._loss = all_reduce(total, "sum", dist.group.WORLD)
-        return total
+        return Loss(total, dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from galvatron.checkpoints.checkpoints import Checkpoints
 from galvatron.data.loader import Loader, Position
 from galvatron.data.opening import open_data
-from galvatron.errors import GalvatronError, OutOfMemory
+from galvatron.errors import GalvatronError, NonFinite, OutOfMemory
 from galvatron.plans.plan import Plan
 from galvatron.runtime.checks import check_world
 from galvatron.runtime.failures import is_symptom, report_failures
@@ -154,6 +154,9 @@ def _said_to_all(error: BaseException, plan: Plan, watch: Watch, rank: int, step
         watch.wait_for_the_end(_CUT_OFF_S)  # whoever finds the cause ends this process
     if _is_out_of_memory(error):
         error = OutOfMemory(_out_of_memory(error, plan, watch, rank, step))
+    if isinstance(error, NonFinite):  # which every rank finds at the same step
+        watch.done()
+        return error
     stage = _stages(plan)[rank]
     said = str(error) if isinstance(error, GalvatronError) else f"{type(error).__name__}: {error}"
     watch.fail(f"rank {rank} (stage {stage}, step {step}): {said}", step)
