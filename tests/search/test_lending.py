@@ -35,7 +35,7 @@ def _tied(problem: Problem, rng: np.random.Generator) -> Problem:
 def test_equals_brute_force_where_tied_weights_are_borrowed() -> None:
     """What a borrower pays depends on another layer's strategy. Some plans avoid to split anew, some pay for it."""
     avoided = paid = pipelined = 0
-    for trial in range(150):
+    for trial in range(90):
         rng = np.random.default_rng((18, trial))
         free = _tied(random_problem(rng, most_work=150), rng)
         free = replace(free, space=replace(free.space, kinds=frozenset({Kind.DP, Kind.TP})))
@@ -57,4 +57,4 @@ def test_equals_brute_force_where_tied_weights_are_borrowed() -> None:
                 ways = [split_over(layers[place], optimum.strategies[stage][place - begin]) for place in sharing]
                 avoided, paid = avoided + (len(set(ways)) == 1), paid + (len(set(ways)) > 1)
                 pipelined += optimum.pipeline_degree > 1
-    assert min(avoided, paid, pipelined) >= 8, f"too few instances: {avoided}, {paid}, {pipelined}"
+    assert min(avoided, paid, pipelined) >= 5, f"too few instances: {avoided}, {paid}, {pipelined}"
