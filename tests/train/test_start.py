@@ -89,9 +89,7 @@ def test_after_a_kill_it_starts_again_and_ends_as_if_nothing_had_happened(tmp_pa
     assert "starting again from the last checkpoint on 2 devices (0 restarts left)" in said
     assert "predicted and measured" in said
     whole = run_to_end(tmp_path / "whole", plan, Settings(steps=30, seed=3))
-    assert _losses(folder) == pytest.approx(
-        whole.losses(), abs=1e-5
-    )  # those ranks have other kernels
+    assert _losses(folder) == pytest.approx(whole.losses(), abs=1e-5)  # those ranks have other kernels
 
 
 @pytest.mark.slow
