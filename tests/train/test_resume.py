@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from injecting import ask_to_stop, fail_at
 from jobs import Job, plan_of, run_to_end
 from oracle import Case, first_weights, stock_loss, stock_model
@@ -28,6 +29,11 @@ _PLANS = {
     "sharded": plan_of(["sdp4", "sdp4", "dp4", "dp4+zero2"]),
     "pipeline": plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2),
 }
+
+
+def _slow(*values: str) -> ParameterSet:
+    """More of the same, for the longer run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def alone() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", _PLANS)
+@pytest.mark.parametrize("name", ["mixed", "pipeline", _slow("tensor parallel"), _slow("sharded")])
 def test_any_plan_gives_the_same_curve(tmp_path: Path, name: str, alone: list[float]) -> None:
     assert run_to_end(tmp_path, _PLANS[name], _SETTINGS).losses() == pytest.approx(alone, abs=1e-4)
 
@@ -68,7 +74,7 @@ def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at:
     return run_to_end(path, then, _SETTINGS).losses()
 
 
-@pytest.mark.parametrize("name", ["mixed", "pipeline"])
+@pytest.mark.parametrize("name", [_slow("mixed"), "pipeline"])
 def test_two_halves_are_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
     whole = run_to_end(tmp_path / "whole", _PLANS[name], _SETTINGS)
     assert _interrupted(tmp_path / "halves", _PLANS[name], _PLANS[name], at=5) == whole.losses()
@@ -84,7 +90,12 @@ def _weights(path: Path) -> dict[str, SavedTensor]:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("tensor parallel", "sharded"), ("sharded", "pipeline"), ("pipeline", "tensor parallel"), ("sharded", "mixed")],
+    [
+        ("tensor parallel", "sharded"),
+        ("sharded", "pipeline"),
+        _slow("pipeline", "tensor parallel"),
+        _slow("sharded", "mixed"),
+    ],
 )
 def test_going_on_under_another_plan(tmp_path: Path, first: str, then: str, alone: list[float]) -> None:
     """With other numbers of processes too; what is read next is what one process would read."""
