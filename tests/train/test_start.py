@@ -136,6 +136,7 @@ def test_sigterm_stops_it_in_order_and_fewer_devices_go_on(tmp_path: Path, plan_
         (["no-such-model", "--cluster", "cpu-4"], "no-such-model"),
         (["--resume", "--out", "nowhere"], "there is no run in 'nowhere'"),
         (["PLAN", "--devices", "3"], "the plan is for 4"),
+        (["bert-tiny", "--cluster", "cpu-4", "--devices", "3"], "cluster 'cpu-4' has 4"),
         (["PLAN", "--data", "no/such/file"], "no/such/file"),
         (["PLAN", "--weights", "no/such/folder"], "no/such/folder"),
         (["PLAN", "--decay", "sudden"], "decay: 'sudden'"),

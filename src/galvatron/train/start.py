@@ -164,7 +164,13 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
 def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen) -> Plan:
     """The best plan for this machine, from measured figures unless a cluster is given."""
     if asked.cluster != "auto":
-        return make_plan(request_for(model, asked.cluster, setup))
+        request = request_for(model, asked.cluster, setup)
+        if asked.devices not in (None, request.cluster.devices):
+            raise InvalidInput(
+                f"devices: {asked.devices} given, but cluster {asked.cluster!r} has {request.cluster.devices}; leave one "
+                "of the two out"
+            )
+        return make_plan(request)
     with screen.measuring("devices and links") as progress:
         cluster = profile_cluster(devices, progress=progress)
     request = request_for(model, cluster, setup)
