@@ -167,8 +167,8 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
         request = request_for(model, asked.cluster, setup)
         if asked.devices not in (None, request.cluster.devices):
             raise InvalidInput(
-                f"devices: {asked.devices} given, but cluster {asked.cluster!r} has {request.cluster.devices}; leave one "
-                "of the two out"
+                f"devices: {asked.devices} given, but cluster {asked.cluster!r} has {request.cluster.devices}; leave "
+                "one of the two out"
             )
         return make_plan(request)
     with screen.measuring("devices and links") as progress:
