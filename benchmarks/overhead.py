@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--layers 8] [--rounds 3] [--only dp,sdp,tp,pp,one] [--output results.json]
 
-On a machine with a GPU, 8 ranks share it (``virtual_cluster``); without one, 8 CPU processes with gloo run a tiny
+On a machine with a GPU, 8 ranks share it (``galvatron.virtual``); without one, 8 CPU processes with gloo run a tiny
 model, which shows only that everything works. Pairs run in turns (ours, stock, ours, stock …), each time built anew.
     dp   DistributedDataParallel          sdp  FSDP2, one unit a layer     tp  DTensor ``parallelize_module``
     pp   ``torch.distributed.pipelining`` GPipe    one  the bare model in bf16 on the whole GPU
@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from virtual_cluster import launch, sliced_gpu
+from galvatron.virtual import virtual_gpus
+from launching import launch
 
 RANKS = 8
 Step = Callable[[], Any]
@@ -74,15 +75,11 @@ def main() -> None:
     forwarded = sys.argv[1:]
     status = 0
     if gpu and "one" in arguments.only:
-        status |= launch(Path(__file__), [*forwarded, "--only", "one"], 1, {}, 300)
+        status |= launch(Path(__file__), [*forwarded, "--only", "one"], 1, 300)
     pairs = [pair for pair in arguments.only if pair != "one"]
-    if gpu and pairs:
-        with sliced_gpu(RANKS) as shared:
-            for pair in pairs:
-                status |= launch(Path(__file__), [*forwarded, "--only", pair], RANKS, shared, 180)
-    elif pairs:
+    with virtual_gpus(RANKS if gpu and pairs else None):
         for pair in pairs:
-            status |= launch(Path(__file__), [*forwarded, "--only", pair], RANKS, {}, 300)
+            status |= launch(Path(__file__), [*forwarded, "--only", pair], RANKS, 180 if gpu else 300)
     sys.exit(status)
 
 
@@ -102,16 +99,13 @@ def _rank(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from galvatron.runtime.world import join
     from overhead_systems import PAIRS
 
     gpu = torch.cuda.is_available()
     torch.set_float32_matmul_precision("highest")
-    if gpu:
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    join()
     for name in arguments.only:
         size = Size(hidden=1280, layers=arguments.layers, heads=16, length=512, batch=8)
         if name == "one":

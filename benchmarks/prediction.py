@@ -1,6 +1,7 @@
-"""Do predictions hold? Profiles this machine and a small BERT, then runs plans and compares.
+"""Do predictions hold? Profiles this machine and a BERT, then runs plans and compares.
 
     python benchmarks/prediction.py [--devices 4] [--rounds 3] [--steps 3] [--output results.jsonl]
+    python benchmarks/prediction.py --virtual 8 [--rounds 1] [--steps 4]          # on one GPU: a cut of BERT-Huge, fp32
 
 The plans cover every kind of parallelism, written by hand, and the planner's own best. The ranks are started once; each
 round builds and runs every plan, so that a slow moment of the machine falls on all of them. On a machine that others
@@ -15,7 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,51 @@ from galvatron.profiler.clusters import profile_cluster
 from galvatron.profiler.layers import profile_model
 from galvatron.profiler.processes import measured
 from galvatron.space import EXTENDED
-from galvatron.spec import Training
+from galvatron.spec import Precision, Training
+from galvatron.virtual import virtual_gpus
 from galvatron.zoo import load_model
+from galvatron.zoo.cluster_files import dump_cluster
+from galvatron.zoo.profile_files import dump_profile
 from prediction_runs import PlanJob, Run
 
-LAYERS = 4
 BATCH = 16
-CONFIG: dict[str, Any] = {
-    "model_type": "bert",
-    "architectures": ["BertForMaskedLM"],
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "tie_word_embeddings": False,
-}
 
 
-def plans_for(request: Request) -> dict[str, Plan]:
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A BERT."""
+
+    hidden: int
+    layers: int
+    heads: int
+    length: int
+    vocabulary: int
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "bert",
+            "architectures": ["BertForMaskedLM"],
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": 4 * self.hidden,
+            "max_position_embeddings": self.length,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "tie_word_embeddings": False,
+        }
+
+
+SMALL = Size(hidden=256, layers=4, heads=8, length=32, vocabulary=2000)
+HUGE = Size(hidden=1280, layers=8, heads=16, length=512, vocabulary=30522)
+
+
+def plans_for(request: Request, size: Size) -> dict[str, Plan]:
     """Plans of every kind for so many devices."""
-    n, layers = request.cluster.devices, LAYERS + 2
-    half = n // 2
+    n, layers = request.cluster.devices, size.layers + 2
+    half, quarter = n // 2, size.layers // 4
+    mixed = [f"dp{n}", f"sdp{n}", f"dp{half}-tp2", f"dp{half}-tp2+rc"]
 
     def flat(strategy: str, micro_batches: int = 1) -> Plan:
         return priced(request, [[strategy] * layers], micro_batches=micro_batches)
@@ -73,8 +94,8 @@ def plans_for(request: Request) -> dict[str, Plan]:
         f"tp{n}": flat(f"tp{n}"),
         f"dp{half}-tp2": flat(f"dp{half}-tp2"),
         f"tp2-sdp{half}": flat(f"tp2-sdp{half}"),
-        f"tp{n}+sp": priced(request, [[f"tp{n}", *[f"tp{n}+sp"] * LAYERS, f"tp{n}"]]),
-        "mixed": priced(request, [[f"dp{n}", f"dp{n}", f"sdp{n}", f"dp{half}-tp2", f"dp{half}-tp2+rc", f"dp{n}"]]),
+        f"tp{n}+sp": priced(request, [[f"tp{n}", *[f"tp{n}+sp"] * size.layers, f"tp{n}"]]),
+        "mixed": priced(request, [[f"dp{n}", *(each for each in mixed for _ in range(quarter)), f"dp{n}"]]),
         f"2 stages of dp{half}, gpipe, 4": piped(f"dp{half}", 2, 4 if n == 4 else 2, gpipe),
         f"2 stages of tp{half}, 1f1b, 4": piped(f"tp{half}", 2, 4, one),
         f"2 stages of sdp{half}, 1f1b, 2": piped(f"sdp{half}", 2, 2, one),
@@ -99,20 +120,30 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--virtual", type=int, help="so many devices on one GPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cached", action="store_true", help="use profiles that were measured before")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "prediction.jsonl")
+    parser.add_argument("--keep", type=Path, help="write the profiles into this folder too")
     arguments = parser.parse_args()
+    with virtual_gpus(arguments.virtual):
+        _run(arguments, HUGE if arguments.virtual else SMALL)
+
+
+def _run(arguments: argparse.Namespace, size: Size) -> None:
     fresh = not arguments.cached
-    cluster = profile_cluster(arguments.devices, fresh=fresh)
-    model = load_model(CONFIG, Training(precision=cluster.device.precision, sequence_length=32))
-    profile = profile_model(model, cluster, fresh=fresh)
+    cluster = profile_cluster(arguments.virtual or arguments.devices, fresh=fresh, progress=_progress)
+    model = load_model(size.config(), Training(precision=Precision.FP32, sequence_length=size.length))
+    profile = profile_model(model, cluster, fresh=fresh, progress=_progress)
     print(cluster.source, profile.source, sep="\n")
+    if arguments.keep is not None:
+        (arguments.keep / "cluster.toml").write_text(dump_cluster(cluster), encoding="utf-8")
+        (arguments.keep / "profile.toml").write_text(dump_profile(profile), encoding="utf-8")
     switches = replace(EXTENDED, hybrid_sharding=True)
     request = Request(model=model, cluster=cluster, batch=BATCH, profile=profile, switches=switches)
-    plans = plans_for(request)
-    job = PlanJob(devices=arguments.devices, plans=plans, rounds=arguments.rounds, steps=arguments.steps)
+    plans = plans_for(request, size)
+    job = PlanJob(devices=cluster.devices, plans=plans, rounds=arguments.rounds, steps=arguments.steps)
     # The ranks import the job's module from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     runs: dict[str, Run] = measured(job, _progress)
@@ -129,6 +160,7 @@ def main() -> None:
                 "iterations": [asdict(one) for one in runs[name].iterations],
                 "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
                 "measured_bytes": max(runs[name].peaks),
+                "allocator_bytes": max(runs[name].reserved, default=None),
             }
             file.write(json.dumps(line) + "\n")
 

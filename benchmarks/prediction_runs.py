@@ -32,6 +32,8 @@ class Run:
     iterations: list[Iteration] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     """Bytes of tensors, of each rank."""
+    reserved: list[int] = field(default_factory=list)
+    """Bytes that a GPU's allocator held for them."""
 
     @property
     def iteration_s(self) -> float:
@@ -59,13 +61,14 @@ class PlanJob:
         for number in range(self.rounds):
             for place, (name, plan) in enumerate(self.plans.items()):
                 crew.report(number * len(self.plans) + place, self.rounds * len(self.plans), name)
-                runs[name].iterations += self._timed(plan, crew)
-        for name, plan in self.plans.items():
-            runs[name].peaks = self._weighed(plan, crew)
+                self._time(plan, runs[name], crew)
+        if crew.device.type == "cpu":
+            for name, plan in self.plans.items():
+                runs[name].peaks = self._weighed(plan, crew)
         destroy_process_group()
         return runs
 
-    def _timed(self, plan: Plan, crew: Crew) -> list[Iteration]:
+    def _time(self, plan: Plan, run: Run, crew: Crew) -> None:
         import torch
 
         from galvatron.models.build import build_meta
@@ -76,12 +79,12 @@ class PlanJob:
 
         assert plan.model.config is not None
         cut_model = cut(build_meta(plan.model.config, plan.model.training))
+        older_bytes = _fresh_count(crew)
         model = parallelize(None, plan, weights=CheapWeights(cut_model), device=crew.device)
         optimizer = model.optimizer()
         length = plan.model.training.sequence_length
         batch = cut_model.example(plan.batch, length, torch.Generator().manual_seed(0))
         local = next(model.local_batches([batch]))
-        found = []
         for step in range(self.steps + 1):
             crew.meet()
             before = Moment.now()
@@ -94,10 +97,12 @@ class PlanJob:
             others = crew.gather(disturbance(before, after, sum(own for _, own in everyone)))
             taken = statistics.fmean(others) if crew.device.type == "cpu" else 0.0
             if step:
-                found.append(Iteration(wall_s=max(wall for wall, _ in everyone), disturbed=taken))
+                run.iterations.append(Iteration(wall_s=max(wall for wall, _ in everyone), disturbed=taken))
+        if crew.device.type == "cuda":  # whose allocator counts by itself
+            run.peaks = crew.gather(torch.cuda.max_memory_allocated() - older_bytes)
+            run.reserved = crew.gather(torch.cuda.max_memory_reserved() - older_bytes)
         del model, optimizer, local
         _drop_groups()
-        return found
 
     def _weighed(self, plan: Plan, crew: Crew) -> list[int]:
         from galvatron.rehearsal.rehearse import measure_rank
@@ -107,6 +112,17 @@ class PlanJob:
         return crew.gather(peak)
 
 
+def _fresh_count(crew: Crew) -> int:
+    """Count a GPU's peaks from here on; bytes that were there before."""
+    import torch
+
+    if crew.device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 def _drop_groups() -> None:
     """Give back the groups of a plan: each has threads and sockets of its own."""
     import gc
@@ -114,6 +130,8 @@ def _drop_groups() -> None:
     import torch.distributed as dist
 
     gc.collect()
+    if dist.get_backend() == "nccl":  # which has few, and waits for all members when one is given back
+        return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -20,6 +20,7 @@ __all__ = [
     "ClusterSource",
     "ModelSource",
     "PrecisionKind",
+    "Virtual",
     "print_json",
     "show",
     "takes_setup",
@@ -40,6 +41,9 @@ PrecisionKind = Annotated[
     str | None, typer.Option("--precision", help="fp32 or bf16 (default: bf16 where the device has it).")
 ]
 AttentionKind = Annotated[str | None, typer.Option("--attention", help="fused (default), eager, or paper.")]
+Virtual = Annotated[
+    int | None, typer.Option("--virtual", help="Share one GPU as so many devices (CUDA MPS): any plan on one GPU.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 

@@ -23,6 +23,7 @@ def cluster_command(
     devices: Annotated[
         int | None, typer.Option(help="Devices (default: all GPUs; without any, a CPU process for each core).")
     ] = None,
+    virtual: opt.Virtual = None,
     output: Output = None,
     rounds: RoundsOption = 6,
     fresh: Fresh = False,
@@ -33,10 +34,11 @@ def cluster_command(
 
     from galvatron.cli.progress import shown_progress
     from galvatron.profiler.clusters import profile_cluster
+    from galvatron.virtual import virtual_gpus
     from galvatron.zoo.cluster_files import dump_cluster
 
     _check(output)
-    with shown_progress("cluster") as progress:
+    with virtual_gpus(virtual), shown_progress("cluster") as progress:
         cluster = profile_cluster(devices, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
@@ -55,6 +57,7 @@ def model_command(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="The cluster it is for: auto (this machine), a preset or a .toml.")
     ] = "auto",
+    virtual: opt.Virtual = None,
     tp_degrees: Annotated[str | None, typer.Option(help="Degrees of TP, such as 1,2,4 (default: all).")] = None,
     precision: opt.PrecisionKind = None,
     attention: opt.AttentionKind = None,
@@ -73,17 +76,19 @@ def model_command(
     from galvatron.profiler.auto import AUTO
     from galvatron.profiler.clusters import profile_cluster
     from galvatron.profiler.layers import profile_model
+    from galvatron.virtual import virtual_gpus
     from galvatron.zoo import load_cluster, load_model
     from galvatron.zoo.profile_files import dump_profile
 
     _check(output)
     degrees = _degrees(tp_degrees)
     setup = Setup(precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length)
-    with shown_progress("cluster") as progress:
-        where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
-    spec = load_model(model, training_of(setup, where.device.precision))
-    with shown_progress(spec.name) as progress:
-        profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
+    with virtual_gpus(virtual):
+        with shown_progress("cluster") as progress:
+            where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
+        spec = load_model(model, training_of(setup, where.device.precision))
+        with shown_progress(spec.name) as progress:
+            profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
     _write(output, dump_profile(profile))

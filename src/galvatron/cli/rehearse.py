@@ -17,18 +17,21 @@ def command(
     rank: Annotated[int | None, typer.Option(help="The rank to run (default: 0).")] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="The first rank of each stage instead.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
+    virtual: opt.Virtual = None,
     steps: Annotated[int, typer.Option(help="Iterations to take the time of, after two others.")] = 3,
     as_json: opt.AsJson = False,
 ) -> None:
     """Run one rank's exact share of a plan on one device, without the others: its true peak memory and compute time."""
     from galvatron.plans.plan import Plan
     from galvatron.rehearsal.processes import first_ranks, rehearse
+    from galvatron.virtual import virtual_gpus
 
     if rank is not None and all_stages:
         raise InvalidInput(f"--rank {rank} and --all-stages: give one of the two")
     loaded = Plan.load(plan)
     ranks = first_ranks(loaded) if all_stages else [rank or 0]
-    rehearsals = rehearse(loaded, ranks, device=device, steps=steps)
+    with virtual_gpus(virtual):
+        rehearsals = rehearse(loaded, ranks, device=device, steps=steps)
     if as_json:
         opt.print_json([rehearsal.to_dict() for rehearsal in rehearsals])
         return

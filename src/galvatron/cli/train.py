@@ -29,6 +29,7 @@ def command(
     out: Annotated[str, typer.Option("--out", help="Folder of the run.")] = "runs/latest",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
+    virtual: opt.Virtual = None,
     cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
     data: Annotated[
@@ -91,6 +92,7 @@ def command(
         settings=_settings(Path(out), {name: value for name, value in said.items() if value is not None}, resume),
         setup=setup,
         devices=devices,
+        virtual=virtual,
         cluster=cluster,
         resume=resume,
         max_restarts=max_restarts,

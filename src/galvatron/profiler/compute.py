@@ -17,6 +17,7 @@ from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import DeviceFacts, DeviceProbe
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.stopwatch import seconds_of
+from galvatron.virtual import virtual_devices
 
 __all__ = ["device_facts", "device_name", "device_probes"]
 
@@ -32,8 +33,12 @@ def device_facts(crew: Crew) -> DeviceFacts:
     kind = crew.device.type
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(crew.device)
-        memory = total
-        reserved = total - free - torch.cuda.memory_reserved(crew.device)
+        virtual = virtual_devices()
+        tensors = crew.gather(torch.cuda.memory_reserved(crew.device))
+        if virtual is None:
+            memory, reserved = total, total - free - tensors[crew.rank]
+        else:
+            memory, reserved = total // virtual, (total - free - sum(tensors)) // crew.world
     else:
         reserved = _resident_bytes()
         memory = _available_bytes() // crew.local_world + reserved  # what this process holds is no longer available
@@ -48,8 +53,10 @@ def device_facts(crew: Crew) -> DeviceFacts:
 
 def device_name(crew: Crew) -> str:
     """As its maker calls it."""
-    name = torch.cuda.get_device_name(crew.device) if crew.device.type == "cuda" else f"CPU process ({_processor()})"
-    return name[:100]
+    if crew.device.type != "cuda":
+        return f"CPU process ({_processor()})"[:100]
+    virtual, name = virtual_devices(), torch.cuda.get_device_name(crew.device)
+    return (name if virtual is None else f"1/{virtual} of an {name}")[:100]
 
 
 def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:

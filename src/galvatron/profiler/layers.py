@@ -18,6 +18,7 @@ from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
 from galvatron.space import divisors
 from galvatron.spec import Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
+from galvatron.virtual import virtual_devices
 from galvatron.zoo import load_profile
 from galvatron.zoo.profile_files import dump_profile
 
@@ -42,9 +43,9 @@ def profile_model(
     """Measure each kind of layer of a model: forward and backward over several batch sizes and degrees of TP, what it
     saves for backward, and what backward takes on top.
 
-    ``cluster``: the devices it is for, this machine's being of their kind; where they share cores, as many processes
-    measure at once. ``tp_degrees``: None: all that the cluster allows. What was measured before under the same
-    circumstances is taken from the cache, unless it is to be ``fresh``.
+    ``cluster``: the devices it is for, this machine's being of their kind; where they share cores or a GPU, as many
+    processes measure at once. ``tp_degrees``: None: all that the cluster allows. What was measured before under the
+    same circumstances is taken from the cache, unless it is to be ``fresh``.
     """
     if model.config is None:
         raise InvalidInput(
@@ -58,7 +59,7 @@ def profile_model(
         model=model,
         ways=_ways(model, degrees, cluster.devices),
         samples=_samples(model, cluster),
-        devices=cluster.devices if cluster.compute_contention > 1 else 1,
+        devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )
     key = cache.key_of(

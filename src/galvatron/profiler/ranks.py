@@ -23,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.crew import Crew, Report
 from galvatron.profiler.processes import PROGRESS, Job, Progress
+from galvatron.runtime.world import own_device
+from galvatron.virtual import be_own_host, virtual_devices
 
 __all__ = ["run_all", "run_here"]
 
@@ -49,7 +51,7 @@ def run_here(job: Job, progress: Progress | None) -> Any:
 
 def run_all(job: Job, answer: Path) -> None:
     """Start the ranks, run the job on them, and leave rank 0's result, or what went wrong, in the file."""
-    gpus = _gpus()
+    gpus = virtual_devices() or torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     world = job.devices or gpus or max(cores, 2)
     if gpus and world > gpus:
@@ -113,17 +115,13 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
 
 def _crew(report: Report) -> Crew:
     store, rank, world = next(rendezvous("env://"))
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = own_device()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+        be_own_host(rank)
     crew_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
     return Crew(rank=rank, world=world, local_world=local_world, device=device, store=crew_store, report=report)
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count()
 
 
 def _told(done: int, total: int, what: str) -> None:

@@ -35,7 +35,7 @@ from galvatron.runtime.state import shapes_of
 from galvatron.runtime.transfer import Crossing, Side
 from galvatron.runtime.units import LocalParameter
 from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups, tie_group
-from galvatron.runtime.world import join, own_device
+from galvatron.runtime.world import cap_memory, join, own_device
 from galvatron.spec import Precision
 
 __all__ = ["parallelize"]
@@ -70,6 +70,7 @@ def parallelize(
     check_model(plan, cut)
     source = _weights(cut, model, weights, seed)
     where = torch.device(device) if device is not None else own_device()
+    cap_memory(where, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)
     settings = Settings(device=where, dtype=narrow, master_dtype=wide, seed=seed)

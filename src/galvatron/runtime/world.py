@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from galvatron.errors import InvalidInput
+from galvatron.virtual import be_own_host, virtual_devices
 
-__all__ = ["join", "own_device"]
+__all__ = ["cap_memory", "join", "own_device"]
 
 
 def join() -> None:
@@ -23,13 +24,23 @@ def join() -> None:
     if torch.cuda.is_available():
         device = own_device()
         torch.cuda.set_device(device)
+        be_own_host(int(os.environ["RANK"]))
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
 
 
 def own_device() -> torch.device:
-    """The GPU with this process's number on its machine, or the CPU."""
+    """The GPU with this process's number on its machine, the one that virtual GPUs share, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if virtual_devices() is not None:
+        return torch.device("cuda", 0)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def cap_memory(device: torch.device, tensor_bytes: int) -> None:
+    """Let a virtual GPU have no more memory than the device that it stands for."""
+    if device.type == "cuda" and virtual_devices() is not None:
+        _, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(tensor_bytes / total, 1.0), device)

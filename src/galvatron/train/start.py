@@ -22,6 +22,7 @@ from galvatron.spec import ModelSpec
 from galvatron.train.metrics import check_sinks
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
+from galvatron.virtual import virtual_devices, virtual_gpus
 
 __all__ = ["Asked", "Screen", "is_plan", "replanned", "train"]
 
@@ -37,6 +38,8 @@ class Asked:
     setup: Setup
     devices: int | None = None
     """None: all GPUs, or as many processes as there are CPU cores."""
+    virtual: int | None = None
+    """As many devices, on one GPU."""
     cluster: str = "auto"
     """"auto": profile this machine."""
     resume: bool = False
@@ -75,12 +78,14 @@ def train(asked: Asked, screen: Screen) -> None:
         _as_rank(asked, folder)
         return
     (folder.check_started if asked.resume else folder.check_new)()
-    plan = _first_plan(asked, folder, screen)
-    screen.plan(plan)
-    _check_runnable(plan)
-    _check_inputs(plan, asked.settings, folder)
-    folder.begin(plan, asked.settings)
-    _run(asked, folder, plan, screen)
+    with virtual_gpus(asked.virtual):
+        plan = _first_plan(asked, folder, screen)
+        screen.plan(plan)
+        _check_runnable(plan)
+        _check_virtual(plan)
+        _check_inputs(plan, asked.settings, folder)
+        folder.begin(plan, asked.settings)
+        _run(asked, folder, plan, screen)
 
 
 def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen) -> None:
@@ -201,6 +206,15 @@ def _check_runnable(plan: Plan) -> None:
         )
 
 
+def _check_virtual(plan: Plan) -> None:
+    virtual = virtual_devices()
+    if virtual is not None and plan.cluster.devices > virtual:
+        raise InvalidInput(
+            f"virtual: {virtual} given, but the plan is for {plan.cluster.devices} devices; give --virtual "
+            f"{plan.cluster.devices}"
+        )
+
+
 def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
     """Find out before any process starts whether data and weights are there; text is tokenized here, once."""
     from galvatron.data.opening import open_data  # torch takes seconds
@@ -216,8 +230,7 @@ def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
 
 def _devices_here() -> int:
     """GPUs, or CPU cores where there are none; asked in another process, because CUDA must not be used in this one."""
-    gpus = _gpus()
-    return gpus or len(os.sched_getaffinity(0))
+    return virtual_devices() or _gpus() or len(os.sched_getaffinity(0))
 
 
 def _gpus() -> int:
@@ -238,5 +251,6 @@ def _gpus() -> int:
 
 
 def _devices_left(devices: int, failed: int) -> int:
-    """GPUs that still answer; among CPU processes those that did not fail."""
-    return min(devices, _gpus() or devices - failed)
+    """GPUs that still answer; among CPU processes and virtual GPUs those that did not fail."""
+    gpus = 0 if virtual_devices() is not None else _gpus()
+    return min(devices, gpus or devices - failed)

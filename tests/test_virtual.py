@@ -1,0 +1,125 @@
+"""Virtual GPUs: what the ranks are given, and that nothing is left behind. NVIDIA's programs are stand-ins here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from galvatron.cli import app
+from galvatron.errors import InvalidInput
+from galvatron.virtual import be_own_host, virtual_devices, virtual_gpus
+
+_CHILD = (
+    "import json, os, sys; json.dump({k: v for k, v in os.environ.items() if 'MPS' in k or 'VIRTUAL' in k}, sys.stdout)"
+)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """NVIDIA's programs: one notes what it is told, with its pipe's folder; the other lists a GPU."""
+    notes = tmp_path / "notes"
+    _program(
+        tmp_path / "nvidia-cuda-mps-control",
+        f'if [ "$1" = -d ]; then said=start; else read -r said; fi\necho "$said $CUDA_MPS_PIPE_DIRECTORY" >> {notes}\n',
+    )
+    _program(tmp_path / "nvidia-smi", "echo 'GPU 0: NVIDIA H200'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return notes
+
+
+def _program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def test_children_share_the_gpu_and_nothing_stays(driver: Path) -> None:
+    before = dict(os.environ)
+    with virtual_gpus(8):
+        assert virtual_devices() == 8
+        child = json.loads(subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, check=True).stdout)
+        pipes = Path(child["CUDA_MPS_PIPE_DIRECTORY"])
+        assert pipes.is_dir()
+        assert child["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12"
+        assert child["GALVATRON_VIRTUAL"] == "8"
+    assert driver.read_text(encoding="utf-8").splitlines() == [f"start {pipes}", f"quit {pipes}"]
+    assert not pipes.parent.exists()
+    assert dict(os.environ) == before
+    assert virtual_devices() is None
+
+
+def test_after_an_error_too(driver: Path) -> None:
+    with pytest.raises(ZeroDivisionError), virtual_gpus(2):
+        raise ZeroDivisionError
+    assert driver.read_text(encoding="utf-8").split()[::2] == ["start", "quit"]
+
+
+def test_a_killed_program_leaves_no_daemon(driver: Path) -> None:
+    script = "from galvatron.virtual import virtual_gpus\nwith virtual_gpus(4):\n    print(1, flush=True); input()\n"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while "quit" not in driver.read_text(encoding="utf-8") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert driver.read_text(encoding="utf-8").split()[::2] == ["start", "quit"]
+
+
+def test_none_changes_nothing() -> None:
+    before = dict(os.environ)
+    with virtual_gpus(None):
+        assert dict(os.environ) == before
+
+
+def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "as the user has it")
+    be_own_host(3)
+    assert os.environ["NCCL_HOSTID"] == "as the user has it"  # no virtual GPUs: none of our business
+    monkeypatch.setenv("GALVATRON_VIRTUAL", "4")
+    be_own_host(3)
+    assert os.environ["NCCL_HOSTID"] == "virtual3"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_without_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(app, ["profile", "cluster", "--virtual", "8"])
+    assert isinstance(result.exception, InvalidInput)
+    assert "virtual: 8 given, but CUDA MPS is missing here: nvidia-cuda-mps-control" in str(result.exception)
+
+
+def test_without_a_gpu(driver: Path) -> None:
+    _program(driver.parent / "nvidia-smi", "echo 'No devices were found' >&2; exit 6\n")
+    with pytest.raises(InvalidInput, match="driver lists no GPU here"), virtual_gpus(8):
+        pass
+    assert not driver.exists()
+
+
+def test_a_daemon_that_does_not_start(driver: Path) -> None:
+    _program(
+        driver.parent / "nvidia-cuda-mps-control", "echo 'An instance of this daemon is already running'; exit 1\n"
+    )
+    with pytest.raises(InvalidInput, match="does not start: An instance of this daemon"), virtual_gpus(8):
+        pass
+    assert virtual_devices() is None
+
+
+@pytest.mark.parametrize("devices", [0, -1, 49])
+def test_numbers_that_cannot_be(devices: int) -> None:
+    with pytest.raises(InvalidInput, match=f"virtual: {devices} given; expected 1 to 48"), virtual_gpus(devices):
+        pass
+
+
+def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InvalidInput, match="not under torchrun"), virtual_gpus(2):
+        pass
