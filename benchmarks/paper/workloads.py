@@ -40,8 +40,8 @@ def full(name: str, profiles: Path | None) -> Workload:
     path = profiles / f"{name}.toml"
     if not path.exists():
         raise InvalidInput(
-            f"profiles: {str(path)!r} does not exist; measure it there with galvatron profile model {name} "
-            "--precision fp32 --attention eager, or leave --profiles out to price layers by their operations"
+            f"profiles: {str(path)!r} does not exist; measure it with galvatron profile model {name} --virtual 8 "
+            f"--precision fp32 --attention eager --output {path}, or leave --profiles out to price layers by operations"
         )
     return Workload(model=load_model(name, training), profile=load_profile(path))
 
