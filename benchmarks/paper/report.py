@@ -1,8 +1,8 @@
-"""Writes the tables and plots of docs/evaluation.md from the raw results that are committed.
+"""Writes the tables and plots of docs/evaluation.md, and their summary in the README, from the committed raw results.
 
-    python benchmarks/paper/report.py [--results FILE.jsonl] [--page docs/evaluation.md]
+    python benchmarks/paper/report.py [--results FILE.jsonl] [--page docs/evaluation.md] [--readme README.md]
 
-In the page, what stands between ``<!-- name -->`` and ``<!-- /name -->`` is replaced; all else is written by people.
+In both, what stands between ``<!-- name -->`` and ``<!-- /name -->`` is replaced; all else is written by people.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from drawing import Bars, bars
 from estimation import RESULTS
 from galvatron.errors import GalvatronError, InvalidInput
 from systems import SYSTEMS
-from tables import estimation_table, main_tables, plans_table, search_table, verdict_table
+from tables import estimation_table, main_tables, plans_table, search_table, summary, verdict_table
 from verdicts import columns
 
 __all__ = ["filled", "throughput_plots"]
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "evaluation.md"
+_ROOT = Path(__file__).parent.parent.parent
 
 
 def filled(page: str, sections: Mapping[str, str]) -> str:
@@ -64,7 +64,8 @@ def _height(run: Run | None) -> float | str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "evaluation.md")
+    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md")
     given = parser.parse_args()
     runs = read_runs(given.results)
     plots = throughput_plots(runs)
@@ -80,7 +81,12 @@ def main() -> None:
         "search-time": search_table(json.loads(search_time.RESULTS.read_text(encoding="utf-8"))),
         "plans": plans_table(json.loads(plans_drawn.RESULTS.read_text(encoding="utf-8"))),
     }
-    given.page.write_text(filled(given.page.read_text(encoding="utf-8"), sections), encoding="utf-8")
+    _fill(given.page, sections)
+    _fill(given.readme, {"evaluation": summary(runs)})
+
+
+def _fill(path: Path, sections: Mapping[str, str]) -> None:
+    path.write_text(filled(path.read_text(encoding="utf-8"), sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

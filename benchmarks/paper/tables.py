@@ -10,7 +10,7 @@ from estimation import estimations
 from systems import SYSTEMS
 from verdicts import Column, broken_promises, columns
 
-__all__ = ["estimation_table", "main_tables", "plans_table", "search_table", "verdict_table"]
+__all__ = ["estimation_table", "main_tables", "plans_table", "search_table", "summary", "verdict_table"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -90,6 +90,25 @@ def verdict_table(runs: Sequence[Run]) -> str:
     broken = broken_promises(runs)
     told = "; ".join(f"{run.cell} at batch {run.batch}" for run in broken) or "none"
     return f"{_table(head, rows)}\n\nPlans of ours said to fit that ran out of memory: {told}."
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The verdicts in a few sentences."""
+    compared = [column for column in columns(runs) if column.leads is not None]
+    if not any(column.lead for column in compared):
+        return _NOTHING
+    leads = [column.lead for column in compared if column.lead is not None]
+    best = [column.predicted_best for column in compared if column.predicted_best is not None]
+    ours = next(one for one in reversed(estimations(runs)) if one.program == "galvatron")
+    broken = len(broken_promises(runs))
+    return (
+        f"Our plan is at least as fast as the best baseline, within the spread of the runs, in "
+        f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget; "
+        f"{min(leads):.2f} to {max(leads):.2f} times its throughput). What was predicted to be best is within 5% of "
+        f"the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. Predicted iterations are off by "
+        f"{ours.time:.1%} on average, without the overlap slowdown by {ours.time_without_slowdown:.1%}, memory by "
+        f"{ours.memory:.1%}; {broken or 'no'} plan{'s' if broken > 1 else ''} of ours said to fit ran out of memory."
+    )
 
 
 def _yes(value: bool | None) -> str:

@@ -41,11 +41,12 @@ class Column:
 
     @property
     def leads(self) -> bool | None:
-        """Whether ours is at least as fast as every baseline, within the spread of the two runs."""
+        """Whether ours is at least as fast as every baseline, within the spread of the two runs; None where there is
+        nothing to compare."""
         ours, other = self.of(OURS), self.best_baseline
-        if self.lead is None or ours is None or other is None:
+        if ours is None or other is None:
             return None
-        return self.lead >= 1 - ours.spread - other.spread
+        return self.lead is not None and self.lead >= 1 - ours.spread - other.spread
 
     @property
     def predicted_best(self) -> float | None:

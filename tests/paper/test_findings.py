@@ -17,7 +17,7 @@ from galvatron.units import GIB
 from galvatron.zoo import load_cluster
 from report import filled, throughput_plots
 from systems import Setting, choose, system_named, without_slowdown
-from tables import estimation_table, main_tables, verdict_table
+from tables import estimation_table, main_tables, summary, verdict_table
 from verdicts import broken_promises, columns
 from workloads import full, tiny, tiny_cluster
 
@@ -53,7 +53,7 @@ def test_behind_within_and_beyond_the_spread() -> None:
 def test_the_last_run_of_a_system_counts() -> None:
     (column,) = columns([_run("dp", batch=24), _run("dp", (2.0,), batch=16), _run("galvatron")])
     assert [(run.system, run.status) for run in column.runs] == [("dp", "ok"), ("galvatron", "oom")]
-    assert (column.lead, column.leads) == (None, None)
+    assert (column.lead, column.leads) == (None, False)  # a plan that does not run leads nobody
 
 
 def test_predicted_best_beside_measured_best() -> None:
@@ -99,6 +99,9 @@ def test_tables() -> None:
     assert "| bert-huge-32 | 8GB | SDP 4.00 | 2.00 | yes | 1.00 |" in verdict_table(runs)
     assert "ran out of memory: none." in verdict_table(runs)
     assert "ran out of memory: bert-huge-32 8GB 3d at batch 16." in verdict_table([*runs, _run("3d")])
+    told = summary(runs)
+    assert "in 1 of 1 columns (model and budget; 2.00 to 2.00 times its throughput)" in told
+    assert "no plan of ours said to fit ran out of memory" in told
     assert estimation_table(runs).splitlines()[2].startswith("| bert-huge-32 | ours | 2 |")
 
 
