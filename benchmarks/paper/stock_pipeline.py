@@ -70,9 +70,12 @@ def gpipe(plan: Plan, device: torch.device) -> Callable[[], Tensor | None]:
     part = _Part([layers[layer.index] for layer in plan.stages[rank].layers])
     del layers
     tied = _tied(part, family)
-    batch = {name: rows.to(device) for name, rows in batch_for(plan).items()}
-    inputs, labels = batch["input_ids" if family == "bert" else "pixel_values"], batch["labels"]
-    targets = int((labels != -100).sum())
+    batch = batch_for(plan)
+    targets = int((batch["labels"] != -100).sum())
+    # Only the ends take memory for the batch.
+    inputs = (batch["input_ids" if family == "bert" else "pixel_values"].to(device),) if rank == 0 else ()
+    labels = batch["labels"].to(device) if rank == world - 1 else None
+    del batch
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         summed = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -84,8 +87,7 @@ def gpipe(plan: Plan, device: torch.device) -> Callable[[], Tensor | None]:
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []
-        given = (inputs,) if rank == 0 else ()
-        schedule.step(*given, target=labels if rank == world - 1 else None, losses=losses)
+        schedule.step(*inputs, target=labels, losses=losses)
         if tied is not None:
             weight, group = tied
             dist.all_reduce(weight.grad, group=group)

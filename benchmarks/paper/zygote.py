@@ -1,12 +1,14 @@
 """Ranks at once: one process imports everything that is slow to import, and forks the ranks of each run from itself.
 
-It never touches CUDA, because a process that has cannot be forked; it has no thread but its own. Every run has fresh
-ranks. When one of them fails, or time is up, all others are killed: a rank that waits for a lost one in NCCL would wait
-for ever.
+It never touches CUDA, because a process that has cannot be forked; it has no thread but its own. Should an import have
+touched it all the same, ranks are started anew instead, and import everything themselves. Every run has fresh ranks.
+When one of them fails, or time is up, all others are killed: a rank that waits for a lost one in NCCL would wait for
+ever.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -19,10 +21,12 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
 
-__all__ = ["Outcome", "RankJob", "Zygote"]
+__all__ = ["Outcome", "RankJob", "Zygote", "run_ranks"]
 
 _SPAWN = multiprocessing.get_context("spawn")
 _FORK = multiprocessing.get_context("fork")
+_NOT_INITIALIZED = 3
+"""What CUDA's driver says in a process forked from one that uses it."""
 _PATIENCE_S = 5.0
 """For ranks to end by themselves: one that is killed at work may take the GPU's server with it."""
 
@@ -78,24 +82,45 @@ def _serve(prepare: Callable[[], None], pipe: Connection) -> None:
     """In the zygote, until whoever started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
+    context = _FORK if _can_fork() else _SPAWN
     while True:
         try:
             job, ranks, environment, limit_s = pipe.recv()
         except EOFError:
             return
-        pipe.send(_fork_ranks(job, ranks, environment, limit_s))
+        pipe.send(run_ranks(job, ranks, environment, limit_s, context))
 
 
-def _fork_ranks(job: RankJob, ranks: int, environment: dict[str, str], limit_s: float) -> Outcome:
+def _can_fork() -> bool:
+    """Whether a forked process can use CUDA, tried out in one; without CUDA's driver it need not."""
+    trial = _FORK.Process(target=_try_cuda)
+    trial.start()
+    trial.join()
+    return trial.exitcode == 0
+
+
+def _try_cuda() -> None:
+    import torch
+
+    bad = torch.cuda._is_in_bad_fork()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        os._exit(int(bad))
+    os._exit(int(bad or driver.cuInit(0) == _NOT_INITIALIZED))
+
+
+def run_ranks(job: RankJob, ranks: int, environment: dict[str, str], limit_s: float, context: Any) -> Outcome:
+    """Start ranks by this context of ``multiprocessing`` and wait for what becomes of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pipes, processes = [], []
     for rank in range(ranks):
-        here, there = _FORK.Pipe()
+        here, there = context.Pipe()
         own = {**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        process = _FORK.Process(target=_be_rank, args=(job, rank, own, there), daemon=True)
+        process = context.Process(target=_be_rank, args=(job, rank, own, there), daemon=True)
         process.start()
         there.close()
         pipes.append(here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from zygote_jobs import OneRankFails, TellRank
 import main_table
 from cells import Cell, Run, append, read_runs, settled
 from rank_job import prepare
-from zygote import Zygote
+from zygote import Zygote, run_ranks
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -48,6 +49,12 @@ def test_each_run_has_fresh_ranks(zygote: Zygote) -> None:
     for _ in range(2):
         outcome = zygote.run(TellRank(), 3, CPU, 60)
         assert (outcome.status, outcome.results) == ("ok", tuple((rank, 3, True) for rank in range(3)))
+
+
+@pytest.mark.slow
+def test_ranks_can_be_started_without_forking() -> None:
+    outcome = run_ranks(TellRank(), 2, CPU, 100, multiprocessing.get_context("spawn"))
+    assert (outcome.status, outcome.results) == ("ok", ((0, 2, True), (1, 2, True)))
 
 
 @pytest.mark.parametrize(
