@@ -64,12 +64,20 @@ class Run:
     """Of each rank: most bytes that the allocator took for them; the budget caps these."""
     plan: tuple[str, ...] = ()
     """A stage each: its layers in runs, "encoder×16 dp2-tp4; head tp8"."""
+    same_as: str = ""
+    """A system of the cell that runs this very plan in our runtime, and whose measurements these are."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Where and when: versions, device, digests of cluster and profile."""
+    """Where and when: versions, device, boot of the machine, digests of cluster and profile."""
 
     @property
     def cell(self) -> Cell:
         return Cell(model=self.model, budget=self.budget, system=self.system)
+
+    @property
+    def program_run(self) -> tuple[Any, ...]:
+        """What two runs that do the same have in common."""
+        places = (self.model, self.budget, self.facts.get("cluster"), self.facts.get("profile"))
+        return (*places, self.program, self.batch, self.micro_batches, self.schedule, self.plan)
 
     @property
     def iteration_s(self) -> float:

@@ -50,8 +50,8 @@ def memory_error(run: Run) -> float:
 
 
 def estimations(runs: Iterable[Run]) -> list[Estimation]:
-    """For each model, and for all of them together, the runs of our runtime and those of stock programs."""
-    done = [run for run in runs if run.status == "ok"]
+    """For each model, and for all of them together, the runs of our runtime and those of stock programs, each once."""
+    done = [run for run in runs if run.status == "ok" and not run.same_as]
     models = list(dict.fromkeys(run.model for run in done))
     found = []
     for program in ("galvatron", "stock"):
@@ -85,7 +85,7 @@ def main() -> None:
     runs = read_runs(parser.parse_args().results)
     print(f"{'run':55} {'predicted':>10} {'measured':>10} {'time':>7} {'calm':>7} {'memory':>7}")
     for run in runs:
-        if run.status == "ok":
+        if run.status == "ok" and not run.same_as:
             errors = (time_error(run), time_error_without_slowdown(run), memory_error(run))
             shown = " ".join(f"{error:+7.1%}" for error in errors)
             print(f"{run.cell!s:40} {run.program:>14} {run.predicted_s:9.3f}s {run.iteration_s:9.3f}s {shown}")

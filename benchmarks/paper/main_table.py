@@ -7,7 +7,8 @@ On a machine with a GPU, 8 virtual GPUs share it (CUDA MPS, NCCL over loopback s
 through the cells (model, budget, system) in order, leaves out those that the results file has, appends a line for each
 run, and starts none that there is too little time for: call it again to go on. What the batch of a system is comes from
 the planner, held to the system's space. Where that batch runs out of memory the next smaller one is tried, and where
-the planner says that nothing fits, the smallest batch is run all the same.
+the planner says that nothing fits, the smallest batch is run all the same. A plan that two systems of a column share is
+run once.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from cells import BATCH_STEP, Cell, Run, append, batch_to_try, read_runs, settled
 from galvatron.errors import GalvatronError, InvalidInput
+from galvatron.plans.plan import Plan
 from galvatron.spec import Cluster
 from galvatron.units import parse_bytes
 from galvatron.virtual import virtual_gpus
@@ -159,7 +161,12 @@ def _runs(cell: Cell, table: Table, ranks: Ranks, results: Path, limit_s: float,
         left_s = end - time.monotonic()
         if left_s < min(limit_s, _START_S + min(_TIMED_S, 5 * choice.plan.iteration_s)):
             return
-        run = _run(cell, system, setting, choice, ranks, min(limit_s, left_s))
+        run = _unmeasured(cell, system, setting, choice)
+        twin = _twin(run, read_runs(results))
+        if twin is not None:
+            run = replace(twin, system=run.system, said_to_fit=run.said_to_fit, same_as=twin.same_as or twin.system)
+        else:
+            run = _measured(run, choice.plan, ranks, min(limit_s, left_s))
         if run.status == "failed" and left_s < limit_s:
             return  # it was not given all of its time
         yield run
@@ -168,17 +175,13 @@ def _runs(cell: Cell, table: Table, ranks: Ranks, results: Path, limit_s: float,
         batch = run.batch - BATCH_STEP
 
 
-def _run(cell: Cell, system: System, setting: Setting, choice: Choice, ranks: Ranks, limit_s: float) -> Run:
-    plan, program = choice.plan, system.program(setting.workload.family)
-    job = MeasureJob(system=system.name, program=program, plan=plan, timed_s=_TIMED_S)
-    outcome = ranks.run(job, limit_s)
-    measured: tuple[Measured, ...] = outcome.results
-    profile = setting.workload.profile
+def _unmeasured(cell: Cell, system: System, setting: Setting, choice: Choice) -> Run:
+    plan, profile = choice.plan, setting.workload.profile
     return Run(
         model=cell.model,
         budget=cell.budget,
         system=cell.system,
-        program=program,
+        program=system.program(setting.workload.family),
         batch=plan.batch,
         micro_batches=plan.micro_batches,
         schedule=plan.schedule,
@@ -187,26 +190,53 @@ def _run(cell: Cell, system: System, setting: Setting, choice: Choice, ranks: Ra
         predicted_without_slowdown_s=without_slowdown(setting, system, plan),
         predicted_bytes=plan.memory_bytes - setting.cluster.reserved_bytes,
         reserved_bytes=setting.cluster.reserved_bytes,
-        status=outcome.status,
-        message=outcome.message,
-        iterations_s=tuple(max(times) for times in zip(*(one.iterations_s for one in measured), strict=True)),
-        peak_bytes=tuple(one.peak_bytes for one in measured),
-        allocator_bytes=tuple(one.allocator_bytes for one in measured),
+        status="failed",
         plan=described(plan),
         facts={
             "torch": version("torch"),
             "transformers": version("transformers"),
-            "device": measured[0].device if measured else setting.cluster.device.name,
+            "device": setting.cluster.device.name,
             "devices": setting.cluster.devices,
             "cluster": setting.cluster.digest,
             "profile": None if profile is None else profile.digest,
+            "boot": _boot(),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
 
 
+def _boot() -> str:
+    """Which boot of the machine this is: speeds differ between them."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _twin(run: Run, runs: Iterable[Run]) -> Run | None:
+    """A run that did the same, in our runtime and in this boot."""
+    known = (one for one in runs if one.status != "failed" and one.facts.get("boot") == run.facts["boot"])
+    return next((one for one in known if run.program == "galvatron" and one.program_run == run.program_run), None)
+
+
+def _measured(run: Run, plan: Plan, ranks: Ranks, limit_s: float) -> Run:
+    job = MeasureJob(system=run.system, program=run.program, plan=plan, timed_s=_TIMED_S)
+    outcome = ranks.run(job, limit_s)
+    found: tuple[Measured, ...] = outcome.results
+    return replace(
+        run,
+        status=outcome.status,
+        message=outcome.message,
+        iterations_s=tuple(max(times) for times in zip(*(one.iterations_s for one in found), strict=True)),
+        peak_bytes=tuple(one.peak_bytes for one in found),
+        allocator_bytes=tuple(one.allocator_bytes for one in found),
+        facts={**run.facts, "device": found[0].device} if found else run.facts,
+    )
+
+
 def _line(run: Run) -> str:
-    told = f"{run.cell} ({run.program}), batch {run.batch} in {run.micro_batches}: "
+    same = f", as {run.same_as}" if run.same_as else ""
+    told = f"{run.cell} ({run.program}{same}), batch {run.batch} in {run.micro_batches}: "
     fits = "" if run.said_to_fit else "; said not to fit"
     if run.status != "ok":
         return f"{told}{run.status}{fits}: {run.message}"

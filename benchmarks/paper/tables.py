@@ -79,7 +79,7 @@ def verdict_table(runs: Sequence[Run]) -> str:
         rows.append(
             [
                 column.model,
-                column.budget,
+                column.budget if column.boots == 1 else f"{column.budget} ({column.boots} boots)",
                 "–" if baseline is None else f"{_TITLES[baseline.system]} {baseline.samples_per_s:.2f}",
                 "–" if column.lead is None else f"{column.lead:.2f}",
                 _yes(column.leads),

@@ -27,6 +27,11 @@ class Column:
         return next((run for run in self.runs if run.system == system), None)
 
     @property
+    def boots(self) -> int:
+        """Boots of the machine in which it was run: speeds differ between them."""
+        return len({run.facts.get("boot") for run in self.runs})
+
+    @property
     def best_baseline(self) -> Run | None:
         done = [run for run in self.runs if run.status == "ok" and run.system not in _BESIDE]
         return max(done, key=lambda run: run.samples_per_s, default=None)
@@ -71,4 +76,5 @@ def columns(runs: Iterable[Run]) -> list[Column]:
 
 def broken_promises(runs: Sequence[Run]) -> list[Run]:
     """Runs of our runtime that were said to fit and ran out of memory."""
-    return [run for run in runs if run.status == "oom" and run.said_to_fit and run.program == "galvatron"]
+    own = [run for run in runs if run.program == "galvatron" and not run.same_as]
+    return [run for run in own if run.status == "oom" and run.said_to_fit]

@@ -67,12 +67,19 @@ def test_broken_promises_are_ours_and_said_to_fit() -> None:
     assert [run.system for run in broken_promises(runs)] == ["galvatron"]
 
 
+def test_a_column_from_two_boots_says_so() -> None:
+    runs = [_run("dp", (2.0,), facts={"boot": "a"}), _run("galvatron", (2.0,), facts={"boot": "b"})]
+    assert "| 8GB (2 boots) |" in verdict_table(runs)
+    assert "boots" not in verdict_table(runs[:1])
+
+
 def test_errors_of_estimation() -> None:
     runs = [
         _run("galvatron", (2.5,)),  # 2.0 and 1.0 predicted: 20% and 60% too little; 110 bytes for 100
         _run("tp", (1.6,), predicted_without_slowdown_s=1.6),  # 25% too much, and exact
         _run("dp", (4.0,), program="stock"),
         _run("pp"),  # out of memory: nothing to compare
+        _run("dp+tp", (1.6,), same_as="tp"),  # counted already
     ]
     ours, stock = estimations(runs)
     assert (ours.program, ours.runs, stock.runs) == ("galvatron", 2, 1)

@@ -127,6 +127,23 @@ def test_no_time_no_run(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert runs == []
 
 
+def test_a_plan_that_two_systems_share_is_run_once() -> None:
+    facts = {"cluster": "c", "profile": None, "boot": "b"}
+    done = replace(_run("ok", 16), program="galvatron", system="galvatron", plan=("encoder×2 dp4",), facts=facts)
+    asked = replace(done, system="dp+tp", status="failed", said_to_fit=False)
+    assert main_table._twin(asked, [done]) is done
+    others = [
+        replace(done, plan=("encoder×2 tp4",)),
+        replace(done, batch=24),
+        replace(done, budget="12GB"),
+        replace(done, facts={**facts, "boot": "another"}),
+        replace(done, facts={**facts, "cluster": "another"}),
+        replace(done, status="failed"),
+    ]
+    assert main_table._twin(asked, others) is None
+    assert main_table._twin(replace(asked, program="stock"), [replace(done, program="stock")]) is None
+
+
 @pytest.mark.parametrize(
     ("runs", "done"),
     [
