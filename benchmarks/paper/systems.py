@@ -20,6 +20,7 @@ from workloads import Workload
 
 __all__ = ["SYSTEMS", "Choice", "Setting", "System", "choose", "described", "system_named", "without_slowdown"]
 
+_MOST_MEMORY = 10**14
 _MORE_MEMORY = 1.1
 """Factor by which the budget of a plan that does not fit grows until there is one."""
 
@@ -116,12 +117,16 @@ def _largest_of_others(setting: Setting) -> int:
 def _nearest(request: Request) -> Plan:
     """The plan that needs the least more memory, priced for the budget there is."""
     budget = request.budget_bytes
-    while True:
+    while budget < _MOST_MEMORY:
         budget = int(budget * _MORE_MEMORY)
         device = replace(request.cluster.device, memory_bytes=max(budget, request.cluster.device.memory_bytes))
         plan = try_plan(replace(request, memory_bytes=budget, cluster=replace(request.cluster, device=device)))
         if plan is not None:
             return priced(request, _strategies(plan), micro_batches=plan.micro_batches)
+    raise InvalidInput(
+        f"space {request.space!r}: no plan for {request.model.name} on {request.cluster.devices} devices whatever the "
+        "memory: heads or samples do not divide; leave the system out"
+    )
 
 
 def _strategies(plan: Plan) -> list[list[str]]:

@@ -164,3 +164,11 @@ def test_what_does_not_fit_is_priced_for_the_budget_there_is() -> None:
     assert choice.plan.memory_bytes > 2_000_000
     assert choice.plan.cluster.facts == setting.cluster
     assert without_slowdown(setting, system_named("dp"), choice.plan) < choice.plan.iteration_s
+
+
+def test_a_system_that_cannot_run_at_all_is_refused() -> None:
+    swin = tiny("swin-huge-32")  # four heads in its first stage
+    eight = load_cluster("titan-rtx-8")
+    setting = Setting(workload=swin, cluster=eight, budget_bytes=2 * GIB, max_batch=8)
+    with pytest.raises(InvalidInput, match="no plan for swin-huge-32 on 8 devices"):
+        choose(setting, system_named("tp"))
