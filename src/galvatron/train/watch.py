@@ -45,6 +45,7 @@ class Watch:
         """``stages``: of each rank; ``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
         self._rank, self._stages, self._store, self._stop = rank, stages, store, stop
         self._timeout_s, self._record, self._memory_bytes = timeout_s, record, memory_bytes
+        self._silence_s = timeout_s
         self._host, self._machine, self._pid = socket.gethostname(), this_machine(), os.getpid()
         self._step, self._phase, self._number = 0, "starting", 0
         self._sightings: dict[int, Sighting] = {}
@@ -81,7 +82,12 @@ class Watch:
             self._claim(message, [self._rank], step)
 
     def wait_for_the_end(self, seconds: float) -> None:
-        """For a rank that cannot go on and does not know why: the thread ends the process if it learns more."""
+        """For a rank that was cut off and does not know by whom: the thread ends the process if it learns more.
+
+        Broken connections and no sign of life: it does not take the whole timeout to see that such a rank is lost.
+        """
+        self._silence_s = min(self._timeout_s, seconds / 2)
+        self._observes = True
         self._thread.join(seconds)
 
     def beats(self) -> list[Beat]:
@@ -139,7 +145,8 @@ class Watch:
             self._conclude(f"{describe(gone[0])} died", [beat.rank for beat in gone])
             return
         if len(self._sightings) == len(self._stages):
-            verdict = judge([self._sightings[rank] for rank in sorted(self._sightings)], now, self._timeout_s)
+            seen = [self._sightings[rank] for rank in sorted(self._sightings)]
+            verdict = judge(seen, now, self._timeout_s, self._silence_s)
             if verdict is not None:
                 self._conclude(verdict.message, list(verdict.ranks))
 
