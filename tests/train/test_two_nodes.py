@@ -1,5 +1,5 @@
-"""Several machines: the slow cable is found, the pipeline goes across it, training is that of one process, and a machine
-that is lost is named by the other."""
+"""Several machines: the slow cable is found, the pipeline goes across it, training is that of one process, and a lost
+machine is named by the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from jobs import plan_of, run_to_end
 from oracle import Case
 from parity import plan_for
 from small_models import config
-from two_nodes import Nodes, nodes, why_not
+from two_nodes import Node, Nodes, nodes, why_not
 
 import galvatron
 from galvatron.train.metrics import read_metrics
@@ -44,6 +45,7 @@ def test_from_profile_to_trained_model(tmp_path: Path, pair: Nodes) -> None:
     inside, between = cluster.levels
     carried = _MEGABITS_PER_S * 1e6 / 8
     assert carried / 2 < between.bytes_per_s < 2 * carried
+    assert between.transfer_bytes_per_s is not None
     assert carried / 2 < between.transfer_bytes_per_s < 2 * carried
     assert between.shared
     assert inside.bytes_per_s > 5 * carried
@@ -59,25 +61,37 @@ def test_from_profile_to_trained_model(tmp_path: Path, pair: Nodes) -> None:
 @pytest.mark.parametrize("cable", ["stays", "goes too"])
 def test_a_lost_machine_ends_the_other_and_its_ranks_are_named(tmp_path: Path, pair: Nodes, cable: str) -> None:
     """Its connections break when its processes are killed; when its power fails nothing is heard any more."""
-    plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2).save(tmp_path / "plan.json")
-    folder = RunFolder(tmp_path / "run")
-    options = ("--steps", "100000", "--timeout", f"{_TIMEOUT_S:g}s" if cable == "goes too" else "5min")
-    pair.start("galvatron", "train", str(tmp_path / "plan.json"), "--out", str(folder.path), *options)
-    _wait_for_step(folder, 3, pair)
-    if cable == "goes too":
-        pair.second.pull_the_cable()
-    pair.second.kill()
-    started = time.monotonic()
-    status = pair.first.end(60)
-    assert time.monotonic() - started < 2 * _TIMEOUT_S + 10
-    assert status != 0
-    told = json.loads(folder.failure_file.read_text())
+    told = _lost(tmp_path, pair, pair.second, cable, "5min" if cable == "stays" else f"{_TIMEOUT_S:g}s")
     assert told["ranks"] == [2, 3]
     for rank in (2, 3):
         assert f"rank {rank} (stage 1" in told["message"]
     assert f"on {pair.second.name}" in told["message"]
     assert "no sign of life" in told["message"]
-    assert f"error: {told['message']}" in pair.first.said()
+
+
+def test_so_does_a_lost_machine_through_which_the_ranks_met(tmp_path: Path, pair: Nodes) -> None:
+    told = _lost(tmp_path, pair, pair.first, "goes too", f"{_TIMEOUT_S:g}s")
+    assert told["ranks"] == [0, 1]
+    assert f"{pair.first.name} with ranks 0, 1 is lost" in told["message"]
+
+
+def _lost(tmp_path: Path, pair: Nodes, lost: Node, cable: str, timeout: str) -> dict[str, Any]:
+    """What the other one says, soon."""
+    plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2).save(tmp_path / "plan.json")
+    folder = RunFolder(tmp_path / "run")
+    options = ("--steps", "100000", "--timeout", timeout)
+    pair.start("galvatron", "train", str(tmp_path / "plan.json"), "--out", str(folder.path), *options)
+    _wait_for_step(folder, 3, pair)
+    if cable == "goes too":
+        lost.pull_the_cable()
+    lost.kill()
+    started = time.monotonic()
+    other = pair.second if lost is pair.first else pair.first
+    assert other.end(60) != 0
+    assert time.monotonic() - started < 2 * _TIMEOUT_S + 10
+    told: dict[str, Any] = json.loads(folder.failure_file.read_text())
+    assert f"error: {told['message']}" in other.said()
+    return told
 
 
 def _wait_for_step(folder: RunFolder, step: int, pair: Nodes) -> None:

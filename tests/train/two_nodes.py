@@ -27,7 +27,7 @@ class Node:
     def start(self, torchrun: tuple[str, ...], command: tuple[str, ...]) -> None:
         within = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--pid", "--fork", "--mount-proc"]
         hostname = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
-        meeting = ("--node-rank", str(self.number), "--master-addr", _FIRST, "--master-port", "29500")
+        options = ("--node-rank", str(self.number), "--master-addr", _FIRST, "--master-port", "29500", *torchrun)
         settings = {
             "GLOO_SOCKET_IFNAME": f"{self.name}-cable",
             "GALVATRON_CACHE": str(self._folder / "cache"),
@@ -36,17 +36,7 @@ class Node:
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    *within,
-                    *hostname,
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    *torchrun,
-                    *meeting,
-                    "-m",
-                    *command,
-                ],
+                [*within, *hostname, sys.executable, "-m", "torch.distributed.run", *options, "-m", *command],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **settings},
