@@ -73,7 +73,7 @@ class PlanJob:
 
         from galvatron.models.build import build_meta
         from galvatron.models.registry import cut
-        from galvatron.profiler.cores import Moment, disturbance
+        from galvatron.profiler.cores import Moment, shares
         from galvatron.rehearsal.weights import CheapWeights
         from galvatron.runtime.parallelize import parallelize
 
@@ -94,7 +94,7 @@ class PlanJob:
             crew.wait_for_device()
             after = Moment.now()
             everyone = crew.gather([after.wall_s - before.wall_s, after.own_s - before.own_s])
-            others = crew.gather(disturbance(before, after, sum(own for _, own in everyone)))
+            others = crew.gather(shares(before, after, sum(own for _, own in everyone)).disturbed)
             taken = statistics.fmean(others) if crew.device.type == "cpu" else 0.0
             if step:
                 run.iterations.append(Iteration(wall_s=max(wall for wall, _ in everyone), disturbed=taken))

@@ -30,7 +30,7 @@ _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _PREFIX = _DECIMAL | _BINARY
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµμ/·]*)\s*")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "": 1.0}
 
 
 def parse_bytes(value: str | int | float, *, where: str = "size") -> int:
@@ -65,10 +65,10 @@ def parse_flops(value: str | int | float, *, where: str = "rate") -> float:
 
 
 def parse_seconds(value: str | int | float, *, where: str = "time") -> float:
-    """Read a time: ``20us``, ``1.5ms``, ``2s``, or seconds."""
+    """Read a time: ``20us``, ``1.5ms``, ``2s``, ``5min``, or seconds."""
     number, unit = _split(value, where, "a time such as 20us or 1.5ms")
     if unit not in _SECONDS:
-        raise InvalidInput(f"{where}: {value!r} is not a time; write for example 20us, 1.5ms or 2s")
+        raise InvalidInput(f"{where}: {value!r} is not a time; write for example 20us, 1.5ms, 2s or 5min")
     return number * _SECONDS[unit]
 
 

@@ -69,7 +69,7 @@ def _keeping(plan: galvatron.Plan, folder: Path) -> list[list[str]]:
     """On a rank: which folders are there after each of some saves."""
     model, optimizer = made(_CASE, plan, None)
     seen = []
-    for number in (1, 2, 3, 4, 4, 2):
+    for number in (1, 2, 3, 4, 4, 2, 3, 5):
         if number == 3 and model.rank == 0:
             (folder / "step-00000009.partial").mkdir()
         checkpoints = Checkpoints(folder, keep=2)
@@ -83,7 +83,8 @@ def _keeping(plan: galvatron.Plan, folder: Path) -> list[list[str]]:
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    """Leftovers go; a step that is saved again takes the place of the first; going back sets later ones aside."""
+    """Leftovers go; a step that is saved again takes the place of the first; going back sets later ones aside until the
+    run has come so far again."""
     for seen in ranks(4).run(_keeping, plan_for(_CASE), tmp_path):
         assert seen == [
             ["step-00000001"],
@@ -92,6 +93,8 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
             ["step-00000003", "step-00000004"],
             ["step-00000003", "step-00000004.2"],
             ["step-00000002", "step-00000003.abandoned", "step-00000004.2.abandoned"],
+            ["step-00000002", "step-00000003", "step-00000004.2.abandoned"],
+            ["step-00000003", "step-00000005"],
         ]
 
 

@@ -6,7 +6,7 @@
 | ``step-00000010.2`` | complete, saved again by a run that had gone back; takes the place of the one before |
 | ``step-00000010.partial`` | being written, or left by a run that died; the next save deletes it |
 | ``step-00000010.deleted`` | on its way out; the next save goes on deleting it |
-| ``step-00000010.abandoned`` | complete, but later than where a run went back to; kept for people, never loaded |
+| ``step-00000010.abandoned`` | complete, but a run went back to before it; never loaded, deleted when passed again |
 
 Everything happens by renaming whole folders, and a name is only given to what is safely on disk. Imports no torch.
 """
@@ -30,6 +30,7 @@ __all__ = ["Saved", "begin", "commit", "complete", "discard", "find", "synced", 
 
 _logger = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_ABANDONED = re.compile(r"step-(\d{8,})(?:\.\d+)*\.abandoned")
 _LEFTOVER = re.compile(r"step-\d{8,}(?:\.\d+)*\.(?:partial|deleted)")
 
 
@@ -104,7 +105,8 @@ def commit(partial: Path, manifest: str) -> Path:
 
 
 def tidy(folder: Path, newest: Path, keep: int) -> None:
-    """After a save: set aside later steps, which a run went back from, and delete all but the last ``keep`` steps."""
+    """After a save: set aside later steps, which a run went back from, and delete those that were set aside before and
+    are no longer later, and all but the last ``keep`` steps."""
     attempts = _attempts(folder)
     step = next(saved.step for saved in attempts if saved.path == newest)
     for saved in attempts:
@@ -112,6 +114,10 @@ def tidy(folder: Path, newest: Path, keep: int) -> None:
             aside = _free(saved.path, "abandoned")
             saved.path.rename(aside)
             _logger.warning("%s is later than step %d, just saved: kept as %s", saved.path, step, aside.name)
+    for path in list(folder.iterdir()):
+        match = _ABANDONED.fullmatch(path.name)
+        if match and int(match[1]) <= step:
+            shutil.rmtree(path)
     kept = {saved.path for saved in complete(folder)[-keep:]}
     for saved in _attempts(folder):
         if saved.path not in kept:

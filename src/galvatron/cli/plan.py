@@ -31,8 +31,7 @@ def command(
         from galvatron.cli.progress import shown_progress
         from galvatron.profiler.auto import request_here
 
-        with shown_progress("this machine") as progress:
-            request = request_here(model, setup, progress)
+        request = request_here(model, setup, measuring=shown_progress)
     else:
         request = request_for(model, cluster, setup)
     started = time.perf_counter()

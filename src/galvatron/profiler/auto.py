@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,26 @@ AUTO = "auto"
 """In place of a cluster's name: this machine's devices, measured."""
 
 
+def _unseen(what: str) -> AbstractContextManager[Progress | None]:
+    return nullcontext()
+
+
 def request_here(
-    model: str | Path | ModelSpec | dict[str, Any], setup: Setup, progress: Progress | None = None
+    model: str | Path | ModelSpec | dict[str, Any],
+    setup: Setup,
+    *,
+    devices: int | None = None,
+    measuring: Callable[[str], AbstractContextManager[Progress | None]] = _unseen,
 ) -> Request:
     """What a user means by ``auto``: this machine's cluster, and the model's layers measured on it unless the setup has
-    a profile of them. Both come from the cache where they were measured before."""
-    request = request_for(model, profile_cluster(progress=progress), setup)
+    a profile of them. Both come from the cache where they were measured before.
+
+    ``devices``: how many of the machine's; None: all. ``measuring``: shows what is measured, and how far it has come.
+    """
+    with measuring("devices and links") as progress:
+        cluster = profile_cluster(devices, progress=progress)
+    request = request_for(model, cluster, setup)
     if request.profile is not None or request.model.config is None:
         return request
-    return replace(request, profile=profile_model(request.model, request.cluster, progress=progress))
+    with measuring("layers") as progress:
+        return replace(request, profile=profile_model(request.model, cluster, progress=progress))

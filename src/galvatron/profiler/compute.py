@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import DeviceFacts, DeviceProbe
+from galvatron.profiler.messages import USUAL, sizes_for
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.stopwatch import seconds_of
 from galvatron.virtual import virtual_devices
@@ -24,7 +25,7 @@ __all__ = ["device_facts", "device_name", "device_probes"]
 _TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
 _PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Elements that are summed over all devices while computing."""
+"""Elements that are summed over all devices while computing; fewer over slow links."""
 _TINY = 32
 
 
@@ -141,7 +142,9 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
 
 def _overlap_probes(work: Callable[[], object], crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     """Computing that takes about as long as a sum over all devices; each alone, then both."""
-    message = torch.zeros(_MESSAGE[crew.device.type], device=crew.device)
+    kind = crew.device.type
+    largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=crew.device)), crew)[-1]
+    message = torch.zeros(_MESSAGE[kind] * largest // USUAL[kind][-1], device=crew.device)
 
     def communicate() -> dist.Work:
         started: dist.Work | None = dist.all_reduce(message, async_op=True)
@@ -158,8 +161,8 @@ def _overlap_probes(work: Callable[[], object], crew: Crew) -> Iterator[tuple[De
         under_way.wait()
 
     times = 1
-    lasting = [_seconds(lambda: communicate().wait(), crew), _seconds(compute, crew)]
-    times = max(1, math.ceil(max(one[0] for one in crew.gather(lasting)) / max(one[1] for one in crew.gather(lasting))))
+    lasting = crew.gather([_seconds(lambda: communicate().wait(), crew), _seconds(compute, crew)])
+    times = max(1, math.ceil(max(one for one, _ in lasting) / max(other for _, other in lasting)))
     yield DeviceProbe.COMPUTE, _waiting(compute, crew)
     yield DeviceProbe.COMMUNICATE, _waiting(lambda: communicate().wait(), crew)
     yield DeviceProbe.OVERLAP, _waiting(both, crew)

@@ -7,11 +7,12 @@ not.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Moment", "cores", "disturbance"]
+__all__ = ["Moment", "Shares", "cores", "machine", "shares"]
 
 
 def cores() -> float:
@@ -49,9 +50,43 @@ def _busy_s() -> float | None:
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
 
 
-def disturbance(before: Moment, after: Moment, ours_s: float) -> float:
-    """The part of the machine's time between two moments that others took; ``ours_s``: what our ranks took."""
-    if before.busy_s is None or after.busy_s is None:
-        return 0.0
-    capacity = (os.cpu_count() or 1) * max(after.wall_s - before.wall_s, 1e-9)
-    return min(max((after.busy_s - before.busy_s - ours_s) / capacity, 0.0), 1.0)
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Processor time between two moments, over the time between: 1 is one core, all the time."""
+
+    cores: int
+    ours: float
+    others: float
+
+    @property
+    def disturbed(self) -> float:
+        """The part of the machine that others took."""
+        return self.others / self.cores
+
+    @property
+    def lost(self) -> float:
+        """The part of the time between that others took from us, as far as can be told.
+
+        Working on the cores that others leave takes ours / (cores - others) of the time, and with all cores to
+        ourselves it would take ours / cores: the difference is lost. But no more than we worked: a fair scheduler lets
+        nobody wait much longer than he runs, and from waiting for a network nothing can be taken.
+        """
+        working = min(self.ours / max(self.cores - self.others, 1e-9), 1.0)
+        return min(working * self.disturbed, self.ours)
+
+
+def shares(before: Moment, after: Moment, ours_s: float) -> Shares:
+    """Who had the cores between two moments; ``ours_s``: what our ranks on this machine took."""
+    count, wall_s = os.cpu_count() or 1, max(after.wall_s - before.wall_s, 1e-9)
+    others_s = 0.0
+    if before.busy_s is not None and after.busy_s is not None:
+        others_s = max(after.busy_s - before.busy_s - ours_s, 0.0)
+    return Shares(count, ours_s / wall_s, min(others_s / wall_s, count))
+
+
+def machine() -> str:
+    """Equal for processes whose cores are counted together."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

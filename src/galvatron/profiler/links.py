@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,31 +12,31 @@ from torch.distributed import ProcessGroup
 
 from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import GroupProbe, TransferProbe
+from galvatron.profiler.messages import Sizes, sizes_for
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.shapes import digits_of, groups_of, shapes
 from galvatron.profiler.stopwatch import seconds_of
 from galvatron.runtime import collectives
-from galvatron.spec import Collective
+from galvatron.spec import Collective, Digit
 
 __all__ = ["link_probes"]
-
-_SIZES = {"cpu": (1 << 14, 1 << 18, 1 << 21), "cuda": (1 << 16, 1 << 22, 1 << 26)}
-"""Bytes of a message: where latency counts, where a layer's activations are, where its gradients are."""
 
 
 def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]]:
     """All probes of links; makes the groups they need, so every rank must take all of them."""
+    sizes: dict[tuple[Digit, ...], Sizes] = {}
     for digits in shapes(crew.world):
         partition = groups_of(crew.world, digits)
         own = next(ranks for ranks in partition if crew.rank in ranks)
         group = _group(partition, own)
+        sizes[digits] = sizes_for(partial(_sum, group, crew), crew)
         for collective in Collective:
-            for size in _SIZES[crew.device.type]:
+            for size in sizes[digits]:
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
                 yield key, _collective_probe(collective, group, size, crew)
     for digit in digits_of(crew.world):
         for alone in (False, True):
-            for size in _SIZES[crew.device.type]:
+            for size in sizes[(digit,)]:
                 way = TransferProbe(stride=digit.stride, alone=alone, message_bytes=size)
                 yield way, _transfer_probe(digit.stride, alone, size, crew)
 
@@ -48,6 +49,10 @@ def _group(partition: list[tuple[int, ...]], own: tuple[int, ...]) -> ProcessGro
     group = made[own]
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def _sum(group: ProcessGroup, crew: Crew, size: int) -> None:
+    collectives.all_reduce(torch.zeros(size // 4, device=crew.device), group)
 
 
 def _collective_probe(collective: Collective, group: ProcessGroup, size: int, crew: Crew) -> Probe:
@@ -71,7 +76,7 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
 
 def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
     """Each device of a stage sends to its peer in the next one, as between two stages of so many devices; or only the
-    first does."""
+    first does. The peers say how long it took: a sender is done when the system has taken what it sends."""
     buffer = torch.zeros(size // 4, device=crew.device)
     sends = crew.rank // stride % 2 == 0
     peer = crew.rank + stride if sends else crew.rank - stride
@@ -83,4 +88,8 @@ def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
             work.wait()
         mark()
 
-    return Probe(lambda calls: seconds_of(calls, once, crew.device) if taking_part else (), by_wall_clock=True)
+    def run(calls: int) -> tuple[float, ...]:
+        seconds = seconds_of(calls, once, crew.device) if taking_part else ()
+        return () if sends else seconds
+
+    return Probe(run, by_wall_clock=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -38,15 +37,7 @@ def run_here(job: Job, progress: Progress | None) -> Any:
     crew = _crew(progress if progress is not None and rank == 0 else _silent)
     if job.devices is not None and job.devices != crew.world:
         raise InvalidInput(f"devices: {job.devices} given, but torchrun started {crew.world} processes; leave it out")
-    result = job.measure(crew)
-    shared: list[Any] = [result]
-    joined = dist.is_initialized()
-    if not joined:
-        crew.join()
-    dist.broadcast_object_list(shared, src=0)
-    if not joined:
-        dist.destroy_process_group()
-    return shared[0]
+    return crew.share(job.measure(crew))
 
 
 def run_all(job: Job, answer: Path) -> None:

@@ -2,18 +2,18 @@
 
 All ranks measure the same thing at the same time, as they will run it. A block of calls is long enough for processes
 that share cores to take turns within it; its time is the mean over the ranks. Time that other people's processes took
-from the machine meanwhile is left out, as far as it can be told.
+from ours meanwhile is left out, as far as it can be told.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from galvatron.profiler.cores import Moment, disturbance
+from galvatron.profiler.cores import Moment, machine, shares
 from galvatron.profiler.crew import Crew
 from galvatron.profiler.figures import Block
 
@@ -55,24 +55,28 @@ def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, crew: Crew) -
         slowest = max(sum(parts) for parts in crew.gather(probe.run(1)))
         calls[key] = min(max(1, math.ceil(rounds.block_s / max(slowest, 1e-9))), rounds.most_calls)
     found: dict[_Key, list[Block]] = {key: [] for key in probes}
+    machines = crew.gather(machine())
     for number in range(rounds.count):
         for place, (key, probe) in enumerate(probes.items()):
             crew.report((number + 1) * len(probes) + place, steps, f"round {number + 1} of {rounds.count}")
-            found[key].append(_block(probe, calls[key], crew))
+            found[key].append(_block(probe, calls[key], crew, machines))
     crew.report(steps, steps, "done")
     return found
 
 
-def _block(probe: Probe, calls: int, crew: Crew) -> Block:
+def _block(probe: Probe, calls: int, crew: Crew, machines: Sequence[str]) -> Block:
     crew.meet()
     before = Moment.now()
     parts = probe.run(calls)
     after = Moment.now()
     everyone = crew.gather([parts, after.own_s - before.own_s])
+    here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[crew.rank]]
+    had = shares(before, after, sum(here))
+    disturbed, lost = map(statistics.fmean, zip(*crew.gather([had.disturbed, had.lost]), strict=True))
+    if crew.device.type != "cpu":
+        disturbed = lost = 0.0
+    ours = 1 - lost if probe.by_wall_clock else 1.0
     taking_part = [parts for parts, _ in everyone if parts]
-    others = crew.gather(disturbance(before, after, sum(own_s for _, own_s in everyone)))
-    disturbed = statistics.fmean(others) if crew.device.type == "cpu" else 0.0
-    ours = 1 - disturbed if probe.by_wall_clock else 1.0
     return Block(
         tuple(statistics.fmean(part) / calls * ours for part in zip(*taking_part, strict=True)),
         disturbed,

@@ -73,17 +73,18 @@ class Verdict:
     message: str
 
 
-def judge(sightings: Sequence[Sighting], now: float, timeout_s: float) -> Verdict | None:
-    """Whether somebody hangs: a rank that gives no sign, or a job in which nobody has moved.
+def judge(sightings: Sequence[Sighting], now: float, timeout_s: float, silence_s: float) -> Verdict | None:
+    """Whether somebody hangs: a rank that gives no sign for ``silence_s``, or a job in which nobody has moved for
+    ``timeout_s``.
 
     Nobody is blamed for waiting in a collective if somebody else is not. A run's first step is left out, as long as it
     takes (data are prepared, kernels chosen): ranks in step 0 need only be alive.
     """
     running = [sighting for sighting in sightings if sighting.beat.phase != "done"]
-    silent = [sighting for sighting in running if now - sighting.alive_at > timeout_s]
+    silent = [sighting for sighting in running if now - sighting.alive_at > silence_s]
     if silent:
         return Verdict(
-            _ranks(silent), f"{_named(silent)} no sign of life for {timeout_s:g} s{_others(running, silent)}"
+            _ranks(silent), f"{_named(silent)} given no sign of life for {silence_s:g} s{_others(running, silent)}"
         )
     training = [sighting for sighting in running if sighting.beat.step > 0]
     if not training or len(training) < len(sightings) or any(now - each.moved_at <= timeout_s for each in training):

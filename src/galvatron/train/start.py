@@ -15,8 +15,7 @@ from galvatron.errors import GalvatronError, Infeasible, InvalidInput, RankFailu
 from galvatron.plans.advice import make_plan
 from galvatron.plans.plan import Plan
 from galvatron.plans.setup import Setup, request_for
-from galvatron.profiler.clusters import profile_cluster
-from galvatron.profiler.layers import profile_model
+from galvatron.profiler.auto import AUTO, request_here
 from galvatron.profiler.processes import Progress
 from galvatron.spec import ModelSpec
 from galvatron.train.metrics import check_sinks
@@ -40,8 +39,8 @@ class Asked:
     """None: all GPUs, or as many processes as there are CPU cores."""
     virtual: int | None = None
     """As many devices, on one GPU."""
-    cluster: str = "auto"
-    """"auto": profile this machine."""
+    cluster: str = AUTO
+    """:data:`AUTO`: profile this machine."""
     resume: bool = False
     max_restarts: int = 0
     replan: bool = False
@@ -168,7 +167,7 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
 
 def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen) -> Plan:
     """The best plan for this machine, from measured figures unless a cluster is given."""
-    if asked.cluster != "auto":
+    if asked.cluster != AUTO:
         request = request_for(model, asked.cluster, setup)
         if asked.devices not in (None, request.cluster.devices):
             raise InvalidInput(
@@ -176,13 +175,7 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
                 "one of the two out"
             )
         return make_plan(request)
-    with screen.measuring("devices and links") as progress:
-        cluster = profile_cluster(devices, progress=progress)
-    request = request_for(model, cluster, setup)
-    if request.profile is None:
-        with screen.measuring("layers") as progress:
-            request = replace(request, profile=profile_model(request.model, cluster, progress=progress))
-    return make_plan(request)
+    return make_plan(request_here(model, setup, devices=devices, measuring=screen.measuring))
 
 
 def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:

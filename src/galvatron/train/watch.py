@@ -1,7 +1,8 @@
 """Each rank's watch: a thread that tells the others it lives, and ends the process when the job cannot go on.
 
 The first rank of each host, and rank 1, look after all. A rank that has died or hangs is found by them, named in the
-store that all ranks share, and whoever reads that stops at once, also while it waits in a collective for ever.
+store that all ranks share, and whoever reads that stops at once, also while it waits in a collective for ever. A second
+thread sees to it that the first is answered: where the machine with the store is lost, nothing is said any more.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Watch:
         """``stages``: of each rank; ``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
         self._rank, self._stages, self._store, self._stop = rank, stages, store, stop
         self._timeout_s, self._record, self._memory_bytes = timeout_s, record, memory_bytes
+        self._silence_s = timeout_s
         self._host, self._machine, self._pid = socket.gethostname(), this_machine(), os.getpid()
         self._step, self._phase, self._number = 0, "starting", 0
         self._sightings: dict[int, Sighting] = {}
@@ -52,11 +54,13 @@ class Watch:
         self._interval_s = min(1.0, timeout_s / 10)
         self._ended = threading.Event()
         self._lock = threading.Lock()
+        self._unanswered_s = 0.0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         self._beat()
         self._thread.start()
+        threading.Thread(target=self._see_to_answers, name="answers", daemon=True).start()
 
     def at(self, step: int, phase: str) -> None:
         """Where training is. A new step is said at once, so that a rank that dies is named with its own."""
@@ -81,7 +85,12 @@ class Watch:
             self._claim(message, [self._rank], step)
 
     def wait_for_the_end(self, seconds: float) -> None:
-        """For a rank that cannot go on and does not know why: the thread ends the process if it learns more."""
+        """For a rank that was cut off and does not know by whom: the thread ends the process if it learns more.
+
+        Broken connections and no sign of life: it does not take the whole timeout to see that such a rank is lost.
+        """
+        self._silence_s = min(self._timeout_s, seconds / 2)
+        self._observes = True
         self._thread.join(seconds)
 
     def beats(self) -> list[Beat]:
@@ -100,12 +109,32 @@ class Watch:
             try:
                 self._beat()
                 if self._store.check([_OVER]):
-                    self._end(f"stopped because {self._store.get(_OVER).decode()}")
+                    self._end(None)
                 if self._observes:
                     self._observe()
+                self._unanswered_s = 0.0
             except Exception:  # the store is gone, and with it the job
                 if not self._ended.is_set():
-                    self._end("stopped because the connection to the launcher broke")
+                    self._end_without_store("its connection broke")
+
+    def _see_to_answers(self) -> None:
+        """Counts its own turns: the clock's seconds also go by while the process is stopped, and nobody is asked."""
+        while not self._ended.wait(self._interval_s):
+            self._unanswered_s += self._interval_s
+            if self._unanswered_s > self._timeout_s:
+                self._end_without_store(f"it has given no answer for {self._timeout_s:g} s")
+
+    def _end_without_store(self, why: str) -> None:
+        """On another machine than the store's: that machine is lost. On the same: the launcher is, and nobody reads."""
+        first = self._sightings.get(0)
+        if first is None or first.beat.machine == self._machine:
+            self._end(None)
+            return
+        lost = sorted(rank for rank, each in self._sightings.items() if each.beat.machine == first.beat.machine)
+        step = first.beat.step
+        message = f"{first.beat.host} with ranks {', '.join(map(str, lost))} is lost (at step {step}): {why}"
+        self._record({"message": message, "ranks": lost, "stage": first.beat.stage, "step": step})
+        self._end(message)
 
     def _beat(self) -> None:
         with self._lock:
@@ -139,7 +168,8 @@ class Watch:
             self._conclude(f"{describe(gone[0])} died", [beat.rank for beat in gone])
             return
         if len(self._sightings) == len(self._stages):
-            verdict = judge([self._sightings[rank] for rank in sorted(self._sightings)], now, self._timeout_s)
+            seen = [self._sightings[rank] for rank in sorted(self._sightings)]
+            verdict = judge(seen, now, self._timeout_s, self._silence_s)
             if verdict is not None:
                 self._conclude(verdict.message, list(verdict.ranks))
 
@@ -176,7 +206,7 @@ class Watch:
     def _end(self, message: str | None) -> None:
         if self._ended.wait(_GRACE_S):
             return
-        if message is not None and not message.startswith("stopped"):
+        if message is not None:
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
         os._exit(RankFailure.exit_status)
 

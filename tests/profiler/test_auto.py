@@ -1,0 +1,62 @@
+"""Plans for this machine: what is measured for them, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from galvatron.plans.setup import Setup
+from galvatron.profiler import auto
+from galvatron.profiler.processes import Progress
+from galvatron.spec import Cluster, ModelProfile, ModelSpec
+from galvatron.zoo import load_cluster, load_profile
+
+_PROFILE = "titan-rtx-bert-huge"
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is measured and shown, in order; nothing really is."""
+    seen: list[str] = []
+
+    def profile_cluster(devices: int | None, *, progress: Progress | None) -> Cluster:
+        assert progress is not None
+        seen.append(f"cluster of {devices}")
+        return load_cluster("cpu-4")
+
+    def profile_model(model: ModelSpec, cluster: Cluster, *, progress: Progress | None) -> ModelProfile:
+        assert progress is not None
+        seen.append(f"{model.name} on {cluster.name}")
+        return load_profile(_PROFILE)
+
+    monkeypatch.setattr(auto, "profile_cluster", profile_cluster)
+    monkeypatch.setattr(auto, "profile_model", profile_model)
+    return seen
+
+
+def test_devices_then_layers_each_with_its_own_progress(events: list[str]) -> None:
+    @contextmanager
+    def measuring(what: str) -> Iterator[Progress]:
+        events.append(f"{what} begins")
+        yield lambda done, total, now: None
+        events.append(f"{what} ends")
+
+    request = auto.request_here("bert-huge-32", Setup(batch=8), devices=3, measuring=measuring)
+    assert events == [
+        *("devices and links begins", "cluster of 3", "devices and links ends"),
+        *("layers begins", "bert-huge-32 on cpu-4", "layers ends"),
+    ]
+    assert request.profile == load_profile(_PROFILE)
+    assert request.batch == 8
+
+
+def test_layers_with_a_profile_are_not_measured(events: list[str]) -> None:
+    @contextmanager
+    def measuring(what: str) -> Iterator[Progress]:
+        yield lambda done, total, now: None
+
+    request = auto.request_here("bert-huge-32", Setup(profile=_PROFILE), measuring=measuring)
+    assert events == ["cluster of None"]
+    assert request.profile == load_profile(_PROFILE)
