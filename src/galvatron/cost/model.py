@@ -178,6 +178,7 @@ class StageCosts:
         lent = computation.lent_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         states = memory.state_bytes(parameters, arrays, precision)
         states = states + memory.lent_bytes(lent, arrays, precision, conventions)
+        states = states - memory.late_gradient_bytes(samples, parameters, micro_batches, layers, arrays, conventions)
         return Tables(
             time_ns=np.where(possible, time, NEVER),
             state_bytes=_up(states),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron.errors import InvalidInput
-from galvatron.virtual import be_own_host, virtual_devices
+from galvatron.virtual import be_virtual, virtual_devices
 
 __all__ = ["cap_memory", "join", "own_device"]
 
@@ -23,8 +23,8 @@ def join() -> None:
         )
     if torch.cuda.is_available():
         device = own_device()
+        be_virtual(int(os.environ["RANK"]))
         torch.cuda.set_device(device)
-        be_own_host(int(os.environ["RANK"]))
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
