@@ -16,7 +16,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,6 +27,10 @@ _SPAWN = multiprocessing.get_context("spawn")
 _FORK = multiprocessing.get_context("fork")
 _NOT_INITIALIZED = 3
 """What CUDA's driver says in a process forked from one that uses it."""
+_GRACE_S = 0.5
+"""How long others may still speak after the first failure: a lost connection may be noticed before the loss."""
+_TELLING = ("oom", "dead", "failed")
+"""Ways to fail, causes before what they bring about."""
 _PATIENCE_S = 5.0
 """For ranks to end by themselves: one that is killed at work may take the GPU's server with it."""
 
@@ -140,18 +144,25 @@ def run_ranks(job: RankJob, ranks: int, environment: dict[str, str], limit_s: fl
 def _answers(pipes: list[Connection], end: float, limit_s: float) -> Outcome:
     waiting = dict(enumerate(pipes))
     results: dict[int, Any] = {}
+    lost: list[Outcome] = []
     while waiting:
         ready = wait(list(waiting.values()), timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            return Outcome(status="failed", message=f"not done after {limit_s:.0f} s", results=())
+            break
         for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
             try:
                 status, value = waiting.pop(rank).recv()
             except (EOFError, ConnectionResetError):
-                return Outcome(status="failed", message=f"rank {rank} ended without a word", results=())
-            if status != "ok":
-                return Outcome(status=status, message=f"rank {rank}: {value}", results=())
+                status, value = "dead", "ended without a word"
             results[rank] = value
+            if status != "ok":
+                lost.append(Outcome(status=status, message=f"rank {rank}: {value}", results=()))
+                end = min(end, time.monotonic() + _GRACE_S)
+    if lost:
+        told = min(lost, key=lambda one: _TELLING.index(one.status))
+        return replace(told, status="oom" if told.status == "oom" else "failed")
+    if waiting:
+        return Outcome(status="failed", message=f"not done after {limit_s:.0f} s", results=())
     return Outcome(status="ok", message="", results=tuple(results[rank] for rank in sorted(results)))
 
 

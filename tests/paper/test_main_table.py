@@ -62,7 +62,7 @@ def test_ranks_can_be_started_without_forking() -> None:
     [
         ("memory", "oom", "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
         ("error", "failed", "rank 1: ValueError: no such thing (in run, zygote_jobs.py line"),
-        ("death", "failed", "rank 1 ended without a word"),
+        ("death", "failed", "rank 1: ended without a word"),
         ("silence", "failed", "not done after 3 s"),
     ],
 )
