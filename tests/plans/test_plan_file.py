@@ -125,6 +125,7 @@ def _edited(plan: Plan, *path: str | int, value: Any) -> str:
         (("space", "name"), "foo", "space 'foo'"),
         (("space", "batches"), [], "space.batches"),
         (("space", "batches"), [8], "space.batches"),
+        (("space", "max_micro_batches"), 0, "space.max_micro_batches"),
     ],
 )
 def test_wrong_fields_are_named(plan: Plan, folder: Path, path: tuple[str | int, ...], value: Any, field: str) -> None:

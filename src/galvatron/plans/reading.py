@@ -129,6 +129,10 @@ def _check_space(plan: Plan) -> None:
             raise InvalidInput(f"space.{name}: {value!r} is not one of {', '.join(known)}")
     if plan.batch not in space.batches or min(space.batches) < 1:
         raise InvalidInput(f"space.batches: they do not hold the plan's batch of {plan.batch}")
+    if space.max_micro_batches is not None and space.max_micro_batches < plan.micro_batches:
+        raise InvalidInput(
+            f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
+        )
     if plan.profile is not None and any(not 0 < time.forward_s < 1e6 for time in plan.profile.times):
         raise InvalidInput("profile.times: forward times must be positive seconds")
 

@@ -201,13 +201,13 @@ class _Search:
 
         With the size of a micro-batch fixed, more of them spread the filling of the pipeline and the work done once an
         iteration over more samples. Unless they all stay in memory (GPipe), the most micro-batches therefore win, and
-        for each size only the largest batch is kept.
+        for each size only the largest batch is kept; and that of a single one, which needs less memory.
         """
         pairs = [(b, m) for b in self.problem.batches for m in self.micro_batch_counts(b, degree)]
         cuts_move = self.problem.cuts is CutRule.MEMORY  # with the batch
         if degree > 1 and (cuts_move or self.problem.schedule is Schedule.GPIPE):
             return pairs
-        most = {batch // micro_batches: (batch, micro_batches) for batch, micro_batches in sorted(pairs)}
+        most = {(batch // count, count == 1): (batch, count) for batch, count in sorted(pairs)}
         return sorted(most.values())
 
     def _first_bounds(self) -> Iterator[tuple[_Candidate, float]]:
