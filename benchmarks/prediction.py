@@ -11,12 +11,11 @@ use too, the time they took is left out (T·(1 − their part of the cores)); th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,26 +142,17 @@ def _run(arguments: argparse.Namespace, size: Size) -> None:
     switches = replace(EXTENDED, hybrid_sharding=True)
     request = Request(model=model, cluster=cluster, batch=BATCH, profile=profile, switches=switches)
     plans = plans_for(request, size)
-    job = PlanJob(devices=cluster.devices, plans=plans, rounds=arguments.rounds, steps=arguments.steps)
+    job = PlanJob(
+        devices=cluster.devices,
+        plans=plans,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        output=arguments.output.absolute(),
+    )
     # The ranks import the job's module from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     runs: dict[str, Run] = measured(job, _progress)
     _report(cluster.devices, plans, runs)
-    with arguments.output.open("a", encoding="utf-8") as file:
-        for name, plan in plans.items():
-            line = {
-                "devices": cluster.devices,
-                "cluster": cluster.source,
-                "contention": cluster.compute_contention,
-                "plan": name,
-                "predicted_s": plan.iteration_s,
-                "measured_s": runs[name].iteration_s,
-                "iterations": [asdict(one) for one in runs[name].iterations],
-                "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
-                "measured_bytes": max(runs[name].peaks),
-                "allocator_bytes": max(runs[name].reserved, default=None),
-            }
-            file.write(json.dumps(line) + "\n")
 
 
 def _report(devices: int, plans: dict[str, Plan], runs: dict[str, Run]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galvatron.plans.plan import Plan
@@ -49,6 +51,8 @@ class PlanJob:
     plans: dict[str, Plan]
     rounds: int
     steps: int
+    output: Path
+    """Each plan's line is added to this file as soon as it is measured."""
 
     def prepare(self) -> None:
         from galvatron.rehearsal import rehearse  # noqa: F401
@@ -62,11 +66,32 @@ class PlanJob:
             for place, (name, plan) in enumerate(self.plans.items()):
                 crew.report(number * len(self.plans) + place, self.rounds * len(self.plans), name)
                 self._time(plan, runs[name], crew)
-        if crew.device.type == "cpu":
-            for name, plan in self.plans.items():
-                runs[name].peaks = self._weighed(plan, crew)
+                if number + 1 < self.rounds:
+                    continue
+                if crew.device.type == "cpu":
+                    runs[name].peaks = self._weighed(plan, crew)
+                if crew.rank == 0:
+                    self._write(name, plan, runs[name])
         destroy_process_group()
         return runs
+
+    def _write(self, name: str, plan: Plan, run: Run) -> None:
+        cluster = plan.cluster.facts
+        line = {
+            "devices": cluster.devices,
+            "cluster": cluster.source,
+            "contention": cluster.compute_contention,
+            "slowdown": [cluster.overlap_slowdown, cluster.communication_slowdown],
+            "plan": name,
+            "predicted_s": plan.iteration_s,
+            "measured_s": run.iteration_s,
+            "iterations": [asdict(one) for one in run.iterations],
+            "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
+            "measured_bytes": max(run.peaks),
+            "allocator_bytes": max(run.reserved, default=None),
+        }
+        with self.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def _time(self, plan: Plan, run: Run, crew: Crew) -> None:
         import torch
