@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from galvatron.errors import RankFailure
+from galvatron.runtime.interface import choose_interface
 
 __all__ = ["agreed_name", "meet"]
 
@@ -27,6 +28,7 @@ _CURRENT = "galvatron/meeting"
 
 def meet() -> tuple[Store, int, int]:
     """The store of this start of the job, this process's rank, and how many there are."""
+    choose_interface()
     store, rank, world = next(rendezvous("env://"))
     return PrefixStore(agreed_name(store, rank, world), store), rank, world
 
