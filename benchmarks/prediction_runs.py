@@ -113,11 +113,14 @@ class PlanJob:
 
 
 def _fresh_count(crew: Crew) -> int:
-    """Count a GPU's peaks from here on; bytes that were there before."""
+    """Count a GPU's peaks from here on; bytes that were there before, with what matrix products keep for themselves
+    (which is in the cluster's reserved bytes)."""
     import torch
 
     if crew.device.type == "cpu":
         return 0
+    given = torch.ones(8, 8, device=crew.device, requires_grad=True)
+    torch.autograd.backward((given @ given).sum())
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train")
-for folder in (_HERE.parent / "benchmarks", *(_HERE / name for name in _ORACLES)):
+_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train", "paper")
+for folder in (
+    _HERE.parent / "benchmarks",
+    _HERE.parent / "benchmarks" / "paper",
+    *(_HERE / name for name in _ORACLES),
+):
     sys.path.insert(0, str(folder))
 
-_WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "data": (2,)}
+_WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "data": (2,), "paper": (4,)}
 """Sizes of the shared ranks that the tests of each folder use."""
 
 

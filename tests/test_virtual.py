@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from galvatron.cli import app
 from galvatron.errors import InvalidInput
-from galvatron.virtual import be_own_host, virtual_devices, virtual_gpus
+from galvatron.virtual import be_virtual, virtual_devices, virtual_gpus
 
 _CHILD = (
     "import json, os, sys; json.dump({k: v for k, v in os.environ.items() if 'MPS' in k or 'VIRTUAL' in k}, sys.stdout)"
@@ -82,10 +82,10 @@ def test_none_changes_nothing() -> None:
 def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
         monkeypatch.setenv(name, "as the user has it")
-    be_own_host(3)
+    be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "as the user has it"  # no virtual GPUs: none of our business
     monkeypatch.setenv("GALVATRON_VIRTUAL", "4")
-    be_own_host(3)
+    be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "virtual3"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 

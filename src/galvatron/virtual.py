@@ -7,17 +7,18 @@ torch: the process that starts the ranks does without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from galvatron.errors import InvalidInput
 
-__all__ = ["be_own_host", "virtual_devices", "virtual_gpus"]
+__all__ = ["be_virtual", "virtual_devices", "virtual_gpus"]
 
 _DEVICES = "GALVATRON_VIRTUAL"
 """In the environment of the ranks: how many of them share the GPU."""
@@ -25,6 +26,9 @@ _CONTROL = "nvidia-cuda-mps-control"
 _CLEAN_UP = f'read -r _; echo quit | {_CONTROL}; rm -rf "$1"'
 _MOST = 48
 """Clients that MPS serves at once."""
+_PATIENCE_S = 5.0
+_BLOCKING_SYNC = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
 
 
 def virtual_devices() -> int | None:
@@ -45,6 +49,7 @@ def virtual_gpus(devices: int | None) -> Iterator[None]:
         "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe",
         "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // devices),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that asking for GPUs does not make this process one that uses them
         _DEVICES: str(devices),
     }
     before = {name: os.environ.get(name) for name in wanted}
@@ -60,11 +65,20 @@ def virtual_gpus(devices: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def be_own_host(rank: int) -> None:
-    """On a rank, before NCCL starts: to be told from the others on its GPU, and to reach them."""
+def be_virtual(rank: int) -> None:
+    """On a rank, before it uses CUDA: to be told from the others on its GPU, to reach them, and to leave the cores to
+    them while it waits for the GPU. The cores carry the messages here, and a thread that waits would else take one."""
     if virtual_devices() is None:
         return
     os.environ.update(NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no GPU, as whoever uses it will say
+        return
+    device = ctypes.c_int()
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDevicePrimaryCtxSetFlags_v2(device, _BLOCKING_SYNC)
 
 
 def _check(devices: int) -> None:
@@ -108,4 +122,5 @@ def _served(folder: str) -> Iterator[None]:
     finally:
         assert janitor.stdin is not None
         janitor.stdin.close()  # as it is, too, when this process is killed
-        janitor.wait()
+        with suppress(subprocess.TimeoutExpired):  # the daemon waits for all who use it, perhaps this process
+            janitor.wait(_PATIENCE_S)

@@ -208,12 +208,49 @@ def test_tables_amortise_once_over_micro_batches_and_round_up() -> None:
     ],
 )
 def test_memory_by_strategy(strategy: str, states: float, activations: float, transient: float | None) -> None:
-    """Megabytes for a micro-batch of 8 samples, from the shapes alone."""
-    tables = stage(strategy).tables(np.array(8), np.array(1))
+    """Megabytes for a micro-batch of 8 samples, one of two, from the shapes alone."""
+    tables = stage(strategy).tables(np.array(8), np.array(2))
     assert tables.state_bytes[0, 0] == states * MB
     assert tables.activation_bytes[0, 0] == activations * MB
     if transient is not None:
         assert tables.transient_bytes[0, 0] == transient * MB
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batch", "late"),
+    [
+        ("sdp4", 8, 41 * 4 / 4),
+        ("dp4+zero2", 8, 41 * 4 / 4),
+        ("sdp2-tp2", 8, 21 * 4 / 2),
+        ("sdp4+rc", 4, 5),  # of the layer's input only, which makes room for no more
+        ("dp4", 8, 0),
+        ("tp4", 8, 0),
+    ],
+)
+def test_shards_of_gradients_take_the_place_of_activations(strategy: str, micro_batch: int, late: float) -> None:
+    """With one micro-batch no gradient is there before the activations that it is computed from are gone."""
+    one, two = (stage(strategy).tables(np.array(micro_batch), np.array(count)).state_bytes[0, 0] for count in (1, 2))
+    assert two - one == late * MB
+
+
+def test_ends_of_a_model_have_neighbours_of_their_own() -> None:
+    """Under SDP the last layer has no other's gradient beside its own, and before the first nothing is gathered."""
+    end = replace(BLOCK, name="end", parameters=10 * MB)
+
+    def transients(*layers: LayerSpec) -> dict[str, int]:
+        model = ModelSpec(name="toy", family="custom", layers=layers, training=Training())
+        cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON, profile=None)
+        found = cost.stage([Strategy.parse("sdp4")], 1).tables(np.array(1), np.array(1)).transient_bytes[:, 0]
+        return {kind.name: int(value) for kind, value in zip(model.kinds, found, strict=True)}
+
+    work, activations = 8 / 4, 100 / 4  # megabytes of a quarter of a sample; what is gathered has 4 bytes a parameter
+    whole, gradient = 10 * 4, 10 * 4 - work
+    other = max(41 * 4 - activations, 0)
+    first = transients(end, BLOCK, BLOCK)
+    assert first["end"] == (work + whole + gradient + other) * MB
+    last = transients(BLOCK, BLOCK, end)
+    assert last["end"] == (work + whole + whole + gradient) * MB
+    assert first["block"] == last["block"] == transients(BLOCK)["block"] + (41 * 4 + other) * MB
 
 
 def test_sharded_layers_hold_gathered_parameters_while_they_run() -> None:
@@ -224,7 +261,7 @@ def test_sharded_layers_hold_gathered_parameters_while_they_run() -> None:
 
 def test_bf16_keeps_a_working_copy_unless_sharded() -> None:
     replicated = stage("dp4", precision=Precision.BF16).tables(np.array(8), np.array(1))
-    sharded = stage("sdp4", precision=Precision.BF16).tables(np.array(8), np.array(1))
+    sharded = stage("sdp4", precision=Precision.BF16).tables(np.array(8), np.array(2))
     assert replicated.state_bytes[0, 0] == 41 * (16 + 2) * MB
     assert sharded.state_bytes[0, 0] == 41 * 16 / 4 * MB
 

@@ -34,6 +34,7 @@ class Truth:
     fp32_flops_per_s: float = 1e12
     contention: float = 1.0
     overlap_slowdown: float = 1.25
+    communication_slowdown: float = 1.1
 
     def ring(self, ranks: tuple[int, ...]) -> float:
         return min(self.rings[stride] for stride in self.rings if any(rank & stride for rank in ranks))
@@ -54,10 +55,17 @@ class Truth:
             DeviceProbe.ALONE: 1e9 / self.fp32_flops_per_s,
             DeviceProbe.OVERHEAD: 3e-4,
             DeviceProbe.OPTIMIZER: 28 * 1000 / 5e9,
-            DeviceProbe.COMPUTE: 0.010,
+            DeviceProbe.COMPUTE: 0.004,
             DeviceProbe.COMMUNICATE: 0.008,
-            DeviceProbe.OVERLAP: 0.010 + (self.overlap_slowdown - 1) * 0.008,
         }[probe]
+
+    def parts(self, probe: ClusterProbe) -> tuple[float, ...]:
+        """While both run each is as much slower as its factor says; then the rest of the communication runs alone."""
+        if probe is not DeviceProbe.OVERLAP:
+            return (self.seconds(probe),)
+        computing = self.overlap_slowdown * self.seconds(DeviceProbe.COMPUTE)
+        done = computing / self.communication_slowdown
+        return computing, self.seconds(DeviceProbe.COMMUNICATE) - done
 
 
 def findings(truth: Truth) -> ClusterFindings:
@@ -77,7 +85,7 @@ def findings(truth: Truth) -> ClusterFindings:
         ),
         backend="gloo",
         contention=truth.contention,
-        blocks={probe: [Block((truth.seconds(probe),))] * 3 for probe in probes},
+        blocks={probe: [Block(truth.parts(probe))] * 3 for probe in probes},
     )
 
 

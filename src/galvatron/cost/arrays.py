@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from galvatron.cost.communication import Floats, GroupLinks
 from galvatron.spec import Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
 
-__all__ = ["Bools", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
+__all__ = ["Bools", "Integers", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
 
 Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,9 @@ class LayerArrays:
     tp_forward_collectives: Floats
     tp_backward_collectives: Floats
     tp_message_bytes: Floats
+    before: Integers
+    """(T,) the kind of the layer before one of this kind; −1 where there is none."""
+    after: Integers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +114,21 @@ def layer_arrays(
         tp_forward_collectives=column([0 if tp is None else tp.forward_collectives for tp in tensor]),
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
+        before=_neighbours(model, -1),
+        after=_neighbours(model, 1),
     )
+
+
+def _neighbours(model: ModelSpec, step: int) -> Integers:
+    """Kinds beside each kind. The model's first and last layer have neighbours of their own; others are held to be
+    among their like, as most layers of a model are."""
+    numbers = {kind.name: number for number, kind in enumerate(model.kinds)}
+    kinds = [numbers[layer.name] for layer in model.layers]
+    found = np.arange(len(model.kinds))
+    for place in (0, len(kinds) - 1):
+        if kinds.count(kinds[place]) == 1:
+            found[kinds[place]] = kinds[place + step] if 0 <= place + step < len(kinds) else -1
+    return found
 
 
 def _measured(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron.cost.arrays import LayerArrays, StrategyArrays
+from galvatron.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.cost.communication import Floats
 from galvatron.cost.conventions import Conventions
 from galvatron.spec import Precision
@@ -16,6 +16,7 @@ __all__ = [
     "GRADIENT_BYTES",
     "STATE_BYTES",
     "activation_bytes",
+    "late_gradient_bytes",
     "lent_bytes",
     "state_bytes",
     "transient_bytes",
@@ -40,6 +41,23 @@ def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Preci
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
     total: Floats = parameters * (STATE_BYTES / shards + keeps_copy * precision.bytes)
+    return total
+
+
+def late_gradient_bytes(
+    samples: Floats,
+    parameters: Floats,
+    micro_batches: Integers,
+    layers: LayerArrays,
+    strategies: StrategyArrays,
+    conventions: Conventions,
+) -> Floats:
+    """What states have too much where an iteration has one micro-batch: FSDP2 makes the place of a shard's gradient
+    when that is reduced, and then the layer's activations are gone."""
+    shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
+    late = (shards > 1) & (micro_batches == 1) & (conventions.gathered_copies > 0)
+    gradient = GRADIENT_BYTES * parameters / shards
+    total: Floats = np.where(late, np.minimum(gradient, activation_bytes(samples, layers, strategies)), 0.0)
     return total
 
 
@@ -71,24 +89,33 @@ def transient_bytes(
     """Alive only while the layer runs backward: gradients inside it, what recompute restored, and under SDP the
     gathered parameters and whole gradients (under ZeRO-2 the gradient).
 
-    FSDP2 lets go of the buffer a layer's gradient is reduced from when the next layer reduces its own. So beside the
-    gathered copies there is such a buffer of the layer before, whose activations are gone, and the layer's own
-    gradient: a part of it while activations are many, all of it when they are gone. Lent weights have their copy
-    already, and nothing is prefetched behind them.
+    Beside the layer's own parameters those of the layer before it are gathered, which is next in backward (no more
+    than its own are counted, for that one may not be sharded). FSDP2 lets
+    go of the buffer a layer's gradient is reduced from when the next one reduces its own: there is such a buffer of the
+    layer after it, whose activations are gone. And there is the layer's own gradient: a part of it while activations
+    are many, all of it when they are gone. Lent weights have their copy already, and nothing is prefetched behind them.
     """
     restored = strategies.recompute * _full_activation_bytes(layers, strategies)
     work = samples * (working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
-    copies = sharded * conventions.gathered_copies * precision.bytes
-    gathers = copies > 0
+    gathers = sharded & (conventions.gathered_copies > 0)
     lent = np.where(gathers, lent, 0)
     whole = (parameters - lent) * precision.bytes
     own = np.where(gathers, np.maximum(whole * _EARLY_GRADIENT, whole - work), 0) + lent * precision.bytes
+    ahead = np.where(lent > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
+    gathered = gathers * precision.bytes * (parameters - lent + (conventions.gathered_copies - 1) * ahead)
     freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
-    reduced = np.where(gathers | strategies.zero2, np.maximum(GRADIENT_BYTES * parameters - freed, 0), 0)
+    buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
+    reduced = np.where(gathers | strategies.zero2, np.maximum(buffer, 0), 0)
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
-    total: Floats = work + copies * (parameters - lent) + own + reduced + kept * precision.bytes
+    total: Floats = work + gathered + own + reduced + kept * precision.bytes
     return total
+
+
+def _beside(values: Floats, neighbours: Integers) -> Floats:
+    """What the neighbours of each kind have of this, under the same strategy."""
+    there: Floats = np.where(neighbours[:, None] >= 0, values[..., neighbours, :], 0)
+    return there
 
 
 def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:

@@ -17,7 +17,7 @@ from galvatron.cost import computation, memory
 from galvatron.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, reduce_scatter_s, transfer_s
 from galvatron.cost.conventions import Conventions
-from galvatron.cost.overlap import overlapped_s
+from galvatron.cost.overlap import Slowdown
 from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
 from galvatron.cost.slice_gather import form_rates
 from galvatron.spec import Cluster, Form, Kind, LayerSpec, Layout, ModelProfile, ModelSpec, Strategy
@@ -132,12 +132,12 @@ class StageCosts:
         gradient_scatter = reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
         zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
-        slowdown = cluster.overlap_slowdown
+        slowdown = Slowdown.on(cluster)
         if conventions.gather_ahead:
-            forward_exposed = overlapped_s(forward, parameter_gather, slowdown) - forward
+            forward_exposed = slowdown.overlapped_s(forward, parameter_gather) - forward
         else:
             forward_exposed = parameter_gather
-        backward_with_scatter = overlapped_s(backward, each_backward, slowdown)
+        backward_with_scatter = slowdown.overlapped_s(backward, each_backward)
 
         shard = parameters / arrays.sdp.size
         sync = np.where(
@@ -145,7 +145,7 @@ class StageCosts:
             all_gather_s(parameters * precision.bytes, arrays.dp),
             all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp),
         )
-        sync_exposed = overlapped_s(backward, each_backward + sync, slowdown) - backward_with_scatter
+        sync_exposed = slowdown.overlapped_s(backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward,
             tp_s=tp_s,
@@ -178,6 +178,7 @@ class StageCosts:
         lent = computation.lent_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         states = memory.state_bytes(parameters, arrays, precision)
         states = states + memory.lent_bytes(lent, arrays, precision, conventions)
+        states = states - memory.late_gradient_bytes(samples, parameters, micro_batches, layers, arrays, conventions)
         return Tables(
             time_ns=np.where(possible, time, NEVER),
             state_bytes=_up(states),

@@ -88,8 +88,11 @@ def links_view(cluster: Cluster) -> RenderableType:
     title = Text(
         f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
     )
+    slowdown = f"{cluster.overlap_slowdown:g}"
+    if cluster.communication_slowdown is not None:
+        slowdown += f" (of communication {cluster.communication_slowdown:g})"
     reserved = (
-        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {cluster.overlap_slowdown:g}, "
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {slowdown}, "
         f"contention {cluster.compute_contention:g}"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))

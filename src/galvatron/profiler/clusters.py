@@ -28,6 +28,7 @@ _HARDLY = 1.1
 """Contention up to this is noise: devices with hardware of their own."""
 _CLEARLY = 1.5
 """Factor by which a transfer alone must be faster than beside others for their link to be a shared one."""
+_MOST_SLOWDOWN = 4.0
 _FASTEST, _SLOWEST = 1e15, 1e6
 """Bytes or operations a second that a cluster file can say."""
 
@@ -67,7 +68,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         device=_device(findings, readings),
         levels=_levels(findings, lines),
         reserved_bytes=findings.device.reserved_bytes,
-        overlap_slowdown=_overlap_slowdown(readings),
+        **_slowdowns(findings),
         compute_contention=_contention(findings, readings),
         groups=_groups(findings, lines),
         source=_source(findings, quality),
@@ -114,13 +115,20 @@ def _contention(findings: ClusterFindings, readings: Mapping[ClusterProbe, Readi
     return _rounded(factor) if factor > _HARDLY else 1.0
 
 
-def _overlap_slowdown(readings: Mapping[ClusterProbe, Reading]) -> float:
-    """σ of max + (σ − 1)·min, the time that both take together."""
-    if DeviceProbe.OVERLAP not in readings:
-        return 1.0
-    one, other = readings[DeviceProbe.COMPUTE].seconds, readings[DeviceProbe.COMMUNICATE].seconds
-    both = readings[DeviceProbe.OVERLAP].seconds
-    return _rounded(min(max(1 + (both - max(one, other)) / min(one, other), 1.0), 4.0))
+def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
+    """α and β of computing that is done before the communication beside it: it takes α·W, both C + α·W·(1 − 1/β)."""
+    blocks = findings.blocks
+    if DeviceProbe.OVERLAP not in blocks:
+        return {}
+    alone, communicating = (
+        reading_of(blocks[probe]).seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE)
+    )
+    computing, rest = (reading_of(blocks[DeviceProbe.OVERLAP], part).seconds for part in (0, 1))
+    lost = min(max((computing + rest - communicating) / computing, 0.0), 1 - 1 / _MOST_SLOWDOWN)
+    return {
+        "overlap_slowdown": _rounded(min(max(computing / alone, 1.0), _MOST_SLOWDOWN)),
+        "communication_slowdown": _rounded(1 / (1 - lost)),
+    }
 
 
 def _groups(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:

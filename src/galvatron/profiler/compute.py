@@ -40,6 +40,7 @@ def device_facts(crew: Crew) -> DeviceFacts:
             memory, reserved = total, total - free - tensors[crew.rank]
         else:
             memory, reserved = total // virtual, (total - free - sum(tensors)) // crew.world
+        reserved += _workspace_bytes(crew.device)
     else:
         reserved = _resident_bytes()
         memory = _available_bytes() // crew.local_world + reserved  # what this process holds is no longer available
@@ -52,6 +53,15 @@ def device_facts(crew: Crew) -> DeviceFacts:
     )
 
 
+def _workspace_bytes(device: torch.device) -> int:
+    """What matrix products keep for themselves; forward's and backward's thread each have such a place."""
+    given = torch.ones(_TINY, _TINY, device=device, requires_grad=True)
+    torch.autograd.backward((given @ given).sum())
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
+
+
 def device_name(crew: Crew) -> str:
     """As its maker calls it."""
     if crew.device.type != "cuda":
@@ -62,16 +72,16 @@ def device_name(crew: Crew) -> str:
 
 def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     kind, device = crew.device.type, crew.device
-    fp32 = _block(kind, torch.float32, device)
+    fp32 = _block(kind, torch.float32, device, _TOKENS[kind])
     yield DeviceProbe.FP32, _computing(fp32, crew)
     if crew.world > 1:
         yield DeviceProbe.ALONE, _computing(fp32, crew) if crew.rank == 0 else Probe(_nothing)
     if kind == "cuda" and torch.cuda.is_bf16_supported():
-        yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device), crew)
+        yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device, _TOKENS[kind]), crew)
     yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), crew)
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
     if crew.world > 1:
-        yield from _overlap_probes(fp32, crew)
+        yield from _overlap_probes(crew)
 
 
 def _nothing(calls: int) -> tuple[float, ...]:
@@ -96,10 +106,10 @@ def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
     return once
 
 
-def _block(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _block(kind: str, dtype: torch.dtype, device: torch.device, tokens: int) -> Callable[[], object]:
     """The products of a Transformer block, with a normalisation and an activation between them: 24·tokens·h²
     operations."""
-    tokens, hidden = _TOKENS[kind], _HIDDEN[kind]
+    hidden = _HIDDEN[kind]
     options = {"dtype": dtype, "device": device}
     weights = [torch.randn(rows, columns, **options) * 0.02 for rows, columns in _shapes(hidden)]  # type: ignore[call-overload]
     given = torch.randn(tokens, hidden, **options)  # type: ignore[call-overload]
@@ -130,32 +140,40 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
     return torch.optim.AdamW(owned, fused=True).step
 
 
-def _overlap_probes(work: Callable[[], object], crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
-    """Computing that takes about as long as a sum over all devices; each alone, then both."""
+def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
+    """Sums over all devices and computing that takes about half as long; each alone, then both."""
     kind = crew.device.type
+    work = _block(kind, torch.float32, crew.device, tokens=_TOKENS[kind] // 8)
     largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=crew.device)), crew)[-1]
     message = torch.zeros(_MESSAGE[kind] * largest // USUAL[kind][-1], device=crew.device)
 
-    def communicate() -> dist.Work:
-        started: dist.Work | None = dist.all_reduce(message, async_op=True)
-        assert started is not None
-        return started
-
     def compute() -> None:
-        for _ in range(times):
+        for _ in range(computations):
             work()
 
-    def both() -> None:
-        under_way = communicate()
-        compute()
-        under_way.wait()
+    def communicate() -> list[dist.Work | None]:
+        return [dist.all_reduce(message, async_op=True) for _ in range(sums)]
 
-    times = 1
-    lasting = crew.gather([_seconds(lambda: communicate().wait(), crew), _seconds(compute, crew)])
-    times = max(1, math.ceil(max(one for one, _ in lasting) / max(other for _, other in lasting)))
+    def finish(started: list[dist.Work | None]) -> None:
+        for each in started:
+            assert each is not None
+            each.wait()
+
+    def both(mark: Callable[[], None]) -> None:
+        started = communicate()
+        compute()
+        mark()
+        finish(started)
+        mark()
+
+    computations = sums = 1
+    lasting = crew.gather([_seconds(compute, crew), _seconds(lambda: finish(communicate()), crew)])
+    compute_s, communicate_s = (max(each) for each in zip(*lasting, strict=True))
+    computations = max(1, round(communicate_s / compute_s / 2))
+    sums = max(1, math.ceil(2 * computations * compute_s / communicate_s))
     yield DeviceProbe.COMPUTE, _waiting(compute, crew)
-    yield DeviceProbe.COMMUNICATE, _waiting(lambda: communicate().wait(), crew)
-    yield DeviceProbe.OVERLAP, _waiting(both, crew)
+    yield DeviceProbe.COMMUNICATE, _waiting(lambda: finish(communicate()), crew)
+    yield DeviceProbe.OVERLAP, Probe(lambda calls: seconds_of(calls, both, crew.device), by_wall_clock=True)
 
 
 def _seconds(work: Callable[[], object], crew: Crew) -> float:

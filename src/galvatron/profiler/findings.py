@@ -44,7 +44,7 @@ class DeviceProbe(StrEnum):
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
     OVERLAP = "overlap"
-    """The last two at the same time."""
+    """The last two at the same time, in two parts: until computing was done, and the rest."""
 
 
 ClusterProbe = GroupProbe | TransferProbe | DeviceProbe

@@ -23,7 +23,7 @@ from galvatron.profiler.crew import Crew, Report
 from galvatron.profiler.processes import PROGRESS, Job, Progress
 from galvatron.runtime.meeting import meet
 from galvatron.runtime.world import own_device
-from galvatron.virtual import be_own_host, virtual_devices
+from galvatron.virtual import be_virtual, virtual_devices
 
 __all__ = ["run_all", "run_here"]
 
@@ -109,8 +109,8 @@ def _crew(report: Report) -> Crew:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = own_device()
     if device.type == "cuda":
+        be_virtual(rank)
         torch.cuda.set_device(device)
-        be_own_host(rank)
     crew_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
     return Crew(rank=rank, world=world, local_world=local_world, device=device, store=crew_store, report=report)
 

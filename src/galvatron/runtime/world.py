@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from galvatron.errors import InvalidInput
 from galvatron.runtime.meeting import meet
-from galvatron.virtual import be_own_host, virtual_devices
+from galvatron.virtual import be_virtual, virtual_devices
 
 __all__ = ["cap_memory", "join", "own_device"]
 
@@ -24,8 +24,8 @@ def join() -> None:
         )
     if torch.cuda.is_available():
         device = own_device()
+        be_virtual(int(os.environ["RANK"]))
         torch.cuda.set_device(device)
-        be_own_host(int(os.environ["RANK"]))
         store, rank, world = meet()
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     else:

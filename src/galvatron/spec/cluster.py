@@ -116,7 +116,10 @@ class Cluster:
     reserved_bytes: int
     """Memory a process needs besides tensors: context, communication buffers, workspace."""
     overlap_slowdown: float = 1.0
-    """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
+    """Factor by which communication slows computation down while they overlap, and computation communication where
+    that has no factor of its own (paper: 1.3)."""
+    communication_slowdown: float | None = None
+    """Factor by which computation slows communication down; None: the same."""
     compute_contention: float = 1.0
     """Factor by which a device computes slower while all compute than while it computes alone: above one where devices
     are processes that share cores. All times are those while all compute."""

@@ -42,8 +42,8 @@ def train_rank(path: Path) -> None:
     stop = StopRequest()
     folder = RunFolder(path)
     join()
-    plan, settings = folder.load()
     report_failures()
+    plan, settings = folder.load()
     check_world(plan, dist.get_world_size())
     device, rank = own_device(), dist.get_rank()
     watch = Watch(

@@ -1,0 +1,124 @@
+"""What one rank of a run does: join the others, build the system's program, time some iterations, weigh them."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from galvatron.plans.plan import Plan
+
+__all__ = ["MeasureJob", "Measured", "prepare"]
+
+_TIMED = 3
+"""Iterations, besides one to warm up; fewer where they are long."""
+
+
+def prepare() -> None:
+    """Import what ranks need, all that transformers loads late included; nothing here may use CUDA."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")  # the paper's fp32: no TF32
+    import programs  # noqa: F401
+    from galvatron.models.build import read_config, stock_class
+
+    for family in ("bert", "vit", "t5", "swin"):
+        stock_class(read_config({"model_type": family}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One rank's figures."""
+
+    iterations_s: tuple[float, ...]
+    peak_bytes: int
+    allocator_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureJob:
+    """A run of the table, for each of its ranks."""
+
+    system: str
+    program: str
+    plan: Plan
+    timed_s: float
+    """What the timed iterations may take in all."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """What the budget leaves for tensors."""
+        return self.plan.memory_budget_bytes - self.plan.cluster.facts.reserved_bytes
+
+    def run(self, rank: int) -> Measured:
+        import torch
+
+        from galvatron.runtime.world import cap_memory, join, own_device
+
+        warnings.simplefilter("ignore")  # the same from every rank
+        join()
+        device = own_device()
+        cap_memory(device, self.tensor_bytes)
+        torch.manual_seed(0)
+        return self._on_gpu(device) if device.type == "cuda" else self._on_cpu(device)
+
+    def _on_gpu(self, device: Any) -> Measured:
+        import torch
+
+        step = self._program(device)
+        gc.collect()
+        torch.cuda.empty_cache()  # of the whole model that stock programs start from
+        torch.cuda.reset_peak_memory_stats(device)
+        iterations = self._timed(step, lambda: torch.cuda.synchronize(device), device)
+        return Measured(
+            iterations_s=iterations,
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+            allocator_bytes=torch.cuda.max_memory_reserved(device),
+            device=torch.cuda.get_device_name(device),
+        )
+
+    def _on_cpu(self, device: Any) -> Measured:
+        """A CPU has no limit on tensors, so that of the budget is held against what the meter saw."""
+        import torch
+
+        from galvatron.rehearsal.memory import meter_for
+
+        meter = meter_for(device)
+        with meter:
+            step = self._program(device)
+            step()
+            with meter.phase("iteration"):
+                step()
+        peak = meter.phases["iteration"].peak
+        if peak > self.tensor_bytes:
+            raise torch.OutOfMemoryError(f"out of memory: {peak} bytes of tensors, {self.tensor_bytes} allowed")
+        iterations = self._timed(step, nullcontext, device)
+        return Measured(iterations_s=iterations, peak_bytes=peak, allocator_bytes=peak, device="CPU process")
+
+    def _program(self, device: Any) -> Callable[[], Any]:
+        from programs import build
+
+        return build(self.system, self.program, self.plan, device)
+
+    def _timed(self, step: Callable[[], Any], finish: Callable[[], Any], device: Any) -> tuple[float, ...]:
+        """Iterations after one to warm up, as many as all ranks have time for."""
+        import torch
+        import torch.distributed as dist
+
+        def one() -> float:
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            finish()
+            return time.perf_counter() - begin
+
+        slowest = torch.tensor([one()], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        count = min(max(int(self.timed_s / slowest.item()), 1), _TIMED)
+        return tuple(one() for _ in range(count))

@@ -1,0 +1,80 @@
+"""What the runs of the main table show, and what they must show: pure functions from runs to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cells import Run
+
+__all__ = ["Column", "broken_promises", "columns"]
+
+OURS = "galvatron"
+_BESIDE = ("galvatron", "galvatron-extended")
+"""No baselines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """All systems of one model at one budget."""
+
+    model: str
+    budget: str
+    runs: tuple[Run, ...]
+    """The last run of each system: the others ran out of memory before it."""
+
+    def of(self, system: str) -> Run | None:
+        return next((run for run in self.runs if run.system == system), None)
+
+    @property
+    def boots(self) -> int:
+        """Boots of the machine in which it was run: speeds differ between them."""
+        return len({run.facts.get("boot") for run in self.runs})
+
+    @property
+    def best_baseline(self) -> Run | None:
+        done = [run for run in self.runs if run.status == "ok" and run.system not in _BESIDE]
+        return max(done, key=lambda run: run.samples_per_s, default=None)
+
+    @property
+    def lead(self) -> float | None:
+        """Our plan's throughput over the best baseline's; None where either did not run."""
+        ours, other = self.of(OURS), self.best_baseline
+        if ours is None or other is None or ours.status != "ok":
+            return None
+        return ours.samples_per_s / other.samples_per_s
+
+    @property
+    def leads(self) -> bool | None:
+        """Whether ours is at least as fast as every baseline, within the spread of the two runs; None where there is
+        nothing to compare."""
+        ours, other = self.of(OURS), self.best_baseline
+        if ours is None or other is None:
+            return None
+        return self.lead is not None and self.lead >= 1 - ours.spread - other.spread
+
+    @property
+    def predicted_best(self) -> float | None:
+        """Measured throughput of what was predicted to be best, over the best that was measured; only among what the
+        paper's setting allows. Ours where it ties: its space holds the others."""
+        done = [run for run in self.runs if run.status == "ok" and run.system != "galvatron-extended"]
+        if not done:
+            return None
+        chosen = max(done, key=lambda run: (run.batch / run.predicted_s, run.system == OURS))
+        return chosen.samples_per_s / max(run.samples_per_s for run in done)
+
+
+def columns(runs: Iterable[Run]) -> list[Column]:
+    """In the order of the file's first mention."""
+    last: dict[tuple[str, str], dict[str, Run]] = {}
+    for run in runs:
+        last.setdefault((run.model, run.budget), {})[run.system] = run
+    return [
+        Column(model=model, budget=budget, runs=tuple(systems.values())) for (model, budget), systems in last.items()
+    ]
+
+
+def broken_promises(runs: Sequence[Run]) -> list[Run]:
+    """Runs of our runtime that were said to fit and ran out of memory."""
+    own = [run for run in runs if run.program == "galvatron" and not run.same_as]
+    return [run for run in own if run.status == "oom" and run.said_to_fit]
