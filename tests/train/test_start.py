@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import plan_of, run_to_end
@@ -25,11 +28,11 @@ _LIMIT_S = 240.0
 
 
 class _Run:
-    """The command in a process of its own."""
+    """The command in a process of its own, or in those that another launcher starts."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, launcher: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "galvatron", "train", *args],
+            [sys.executable, *launcher, "-m", "galvatron", "train", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -79,7 +82,7 @@ def plan_file(tmp_path: Path) -> str:
 def test_after_a_kill_it_starts_again_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     folder, plan = RunFolder(tmp_path / "run"), plan_of(["dp2", "tp2", "sdp2", "dp2"])
     plan.save(tmp_path / "plan.json")
-    options = ("--steps", "30", "--save-every", "5", "--seed", "3", "--max-restarts", "1")
+    options = ("--steps", "30", "--save-every", "5", "--seed", "3", "--max-restarts", "1", "--trace", "20")
     with _Run(str(tmp_path / "plan.json"), "--out", str(folder.path), *options) as run:
         run.wait_for_step(folder, 12)
         os.kill(run.ranks()[1], signal.SIGKILL)
@@ -90,6 +93,41 @@ def test_after_a_kill_it_starts_again_and_ends_as_if_nothing_had_happened(tmp_pa
     assert "predicted and measured" in said
     whole = run_to_end(tmp_path / "whole", plan, Settings(steps=30, seed=3))
     assert _losses(folder) == pytest.approx(whole.losses(), abs=1e-5)  # those ranks have other kernels
+    for rank in range(2):
+        events = json.loads(folder.trace_file(rank).read_text())["traceEvents"]
+        steps = [event for event in events if event.get("name", "").startswith("step ")]
+        assert {event["name"] for event in steps} == {"step 20"}
+        inside = [event["name"] for event in events if _is_within(event, steps[0])]
+        assert any("all_reduce" in name or "allreduce" in name for name in inside)
+        assert any("addmm" in name for name in inside)
+
+
+def _is_within(event: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Whether it began while the other lasted."""
+    return "dur" in event and 0 <= event["ts"] - whole["ts"] <= whole["dur"]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_again_after_a_kill(tmp_path: Path) -> None:
+    """torchrun's own restarts: from the last checkpoint, to the losses of a run that nothing happened to."""
+    folder, plan = RunFolder(tmp_path / "run"), plan_of(["dp2", "tp2", "sdp2", "dp2"])
+    plan.save(tmp_path / "plan.json")
+    options = ("--steps", "30", "--save-every", "5", "--seed", "3")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    with _Run(str(tmp_path / "plan.json"), "--out", str(folder.path), *options, launcher=torchrun) as run:
+        run.wait_for_step(folder, 12)
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        status, said = run.end()
+    assert status == 0, said
+    assert "rank 1 (stage 0" in said
+    assert json.loads(folder.outcome_file.read_text()) == {"step": 30, "stopped": False}
+    shown = [int(line.split("/")[0].removeprefix("step ")) for line in said.splitlines() if line.startswith("step ")]
+    again = next(place for place, (before, after) in enumerate(pairwise(shown), 1) if after <= before)
+    assert shown == [*range(1, again + 1), *range(shown[again], 31)]
+    assert 5 < shown[again] <= again, "it went on from a checkpoint, not from the beginning"
+    assert [line["step"] for line in read_metrics(folder.metrics_file)] == [*range(1, 31)]
+    whole = run_to_end(tmp_path / "whole", plan, Settings(steps=30, seed=3))
+    assert _losses(folder) == pytest.approx(whole.losses(), abs=1e-5)
 
 
 @pytest.mark.slow

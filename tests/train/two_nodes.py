@@ -29,7 +29,6 @@ class Node:
         hostname = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
         options = ("--node-rank", str(self.number), "--master-addr", _FIRST, "--master-port", "29500", *torchrun)
         settings = {
-            "GLOO_SOCKET_IFNAME": f"{self.name}-cable",
             "GALVATRON_CACHE": str(self._folder / "cache"),
             "OMP_NUM_THREADS": "1",
             "KINETO_LOG_LEVEL": "99",

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.crew import Crew, Report
 from galvatron.profiler.processes import PROGRESS, Job, Progress
+from galvatron.runtime.meeting import meet
 from galvatron.runtime.world import own_device
 from galvatron.virtual import be_virtual, virtual_devices
 
 __all__ = ["run_all", "run_here"]
 
 _NUMBERS = count()
-"""Of the jobs that a process has had: under torchrun they share one store."""
+"""Of the jobs that a process has had, which share a store."""
 
 
 def run_here(job: Job, progress: Progress | None) -> Any:
@@ -105,7 +105,7 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
 
 
 def _crew(report: Report) -> Crew:
-    store, rank, world = next(rendezvous("env://"))
+    store, rank, world = meet()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = own_device()
     if device.type == "cuda":

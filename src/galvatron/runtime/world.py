@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron.errors import InvalidInput
+from galvatron.runtime.meeting import meet
 from galvatron.virtual import be_virtual, virtual_devices
 
 __all__ = ["cap_memory", "join", "own_device"]
@@ -25,9 +26,11 @@ def join() -> None:
         device = own_device()
         be_virtual(int(os.environ["RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        store, rank, world = meet()
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        store, rank, world = meet()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def own_device() -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class Loop:
             saves = last or self._due(self.settings.save_every, step)
             evaluates = self.held_out is not None and self._due(self.settings.evaluate_every, step)
             traced = self.settings.trace_step == step
-            with self.times.step(plain=not traced), self._traced(traced):
+            with self.times.step(plain=not traced), self._traced(step) if traced else nullcontext():
                 self.agreement.ask(self.stop.made)
                 figures = self._iteration(step)
                 stopped = self.agreement.answer() and not last
@@ -169,14 +169,11 @@ class Loop:
         self.display.step(step, figures)
 
     @contextmanager
-    def _traced(self, traced: bool) -> Iterator[None]:
+    def _traced(self, step: int) -> Iterator[None]:
         """Write what the profiler sees of this step, each rank its own file, for chrome://tracing or Perfetto."""
-        if not traced:
+        with torch.profiler.profile() as profile, torch.profiler.record_function(f"step {step}"):
             yield
-            return
-        with torch.profiler.profile() as profile:
-            yield
-        profile.export_chrome_trace(str(self.folder.path / f"trace-rank{self.model.rank}.json"))
+        profile.export_chrome_trace(str(self.folder.trace_file(self.model.rank)))
 
 
 def _targets(batch: dict[str, Tensor]) -> int:

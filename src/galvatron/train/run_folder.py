@@ -40,6 +40,10 @@ class RunFolder:
     def report_file(self) -> Path:
         return self.path / "report.json"
 
+    def trace_file(self, rank: int) -> Path:
+        """What PyTorch's profiler saw of one step."""
+        return self.path / f"trace-rank{rank}.json"
+
     @property
     def cache(self) -> Path:
         """Tokens and a tokenizer made for this run."""
