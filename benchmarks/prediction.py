@@ -137,6 +137,7 @@ def _run(arguments: argparse.Namespace, size: Size) -> None:
     profile = profile_model(model, cluster, fresh=fresh, progress=_progress)
     print(cluster.source, profile.source, sep="\n")
     if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
         (arguments.keep / "cluster.toml").write_text(dump_cluster(cluster), encoding="utf-8")
         (arguments.keep / "profile.toml").write_text(dump_profile(profile), encoding="utf-8")
     switches = replace(EXTENDED, hybrid_sharding=True)

@@ -34,7 +34,8 @@ class Truth:
     fp32_flops_per_s: float = 1e12
     contention: float = 1.0
     overlap_slowdown: float = 1.25
-    communication_slowdown: float = 1.1
+    communication_slowdown: float = 1.25
+    backend: str = "gloo"
 
     def ring(self, ranks: tuple[int, ...]) -> float:
         return min(self.rings[stride] for stride in self.rings if any(rank & stride for rank in ranks))
@@ -83,7 +84,7 @@ def findings(truth: Truth) -> ClusterFindings:
         device=DeviceFacts(
             name="toy", memory_bytes=1 << 30, reserved_bytes=1 << 20, layer_flops=10**9, optimizer_parameters=1000
         ),
-        backend="gloo",
+        backend=truth.backend,
         contention=truth.contention,
         blocks={probe: [Block(truth.parts(probe))] * 3 for probe in probes},
     )

@@ -27,7 +27,7 @@ def test_constants_are_recovered() -> None:
     assert cluster.device.memory_bytes_per_s == pytest.approx(5e9, rel=ROUGHLY)
     assert cluster.device.layer_overhead_s == pytest.approx(3e-4, rel=ROUGHLY)
     assert cluster.overlap_slowdown == pytest.approx(1.25, rel=ROUGHLY)
-    assert cluster.communication_slowdown == pytest.approx(1.1, rel=ROUGHLY)
+    assert cluster.communication_slowdown is None
     assert cluster.compute_contention == pytest.approx(2.0, rel=ROUGHLY)
     for strategy in ("dp4", "dp2-tp2", "tp2-dp2"):
         digits = Strategy.parse(strategy).digits(Kind.DP)
@@ -36,6 +36,13 @@ def test_constants_are_recovered() -> None:
             slow = truth.scatter_factor if collective is Collective.REDUCE_SCATTER else 1
             assert link.bytes_per_s == pytest.approx(1e9 / slow, rel=ROUGHLY), (strategy, collective)
             assert link.latency_s == pytest.approx(truth.latency_s * slow, rel=ROUGHLY)
+
+
+def test_gpus_have_a_slowdown_of_each_kind() -> None:
+    truth = Truth(overlap_slowdown=1.4, communication_slowdown=1.05, backend="nccl")
+    cluster = cluster_of(findings(truth))
+    assert cluster.overlap_slowdown == pytest.approx(1.4, rel=ROUGHLY)
+    assert cluster.communication_slowdown == pytest.approx(1.05, rel=ROUGHLY)
 
 
 def test_equal_links_are_one_level() -> None:

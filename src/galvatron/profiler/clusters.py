@@ -116,7 +116,11 @@ def _contention(findings: ClusterFindings, readings: Mapping[ClusterProbe, Readi
 
 
 def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
-    """α and β of computing that is done before the communication beside it: it takes α·W, both C + α·W·(1 − 1/β)."""
+    """From computing W that is done before the communication C beside it: it takes α·W, both C + α·W·(1 − 1/β).
+
+    Where cores do both, W takes from C what C takes from W, and how the system shares them out varies: one factor,
+    C + (σ − 1)·W.
+    """
     blocks = findings.blocks
     if DeviceProbe.OVERLAP not in blocks:
         return {}
@@ -124,10 +128,12 @@ def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
         reading_of(blocks[probe]).seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE)
     )
     computing, rest = (reading_of(blocks[DeviceProbe.OVERLAP], part).seconds for part in (0, 1))
-    lost = min(max((computing + rest - communicating) / computing, 0.0), 1 - 1 / _MOST_SLOWDOWN)
+    more = max(computing + rest - communicating, 0.0)
+    if findings.backend != "nccl":
+        return {"overlap_slowdown": _rounded(min(1 + more / alone, _MOST_SLOWDOWN))}
     return {
         "overlap_slowdown": _rounded(min(max(computing / alone, 1.0), _MOST_SLOWDOWN)),
-        "communication_slowdown": _rounded(1 / (1 - lost)),
+        "communication_slowdown": _rounded(1 / (1 - min(more / computing, 1 - 1 / _MOST_SLOWDOWN))),
     }
 
 
