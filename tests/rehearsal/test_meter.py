@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from galvatron.rehearsal import memory
 from galvatron.rehearsal.memory import CpuMeter
 
 KIB = 1024
@@ -68,3 +71,13 @@ def test_one_meter_after_another_starts_at_nothing() -> None:
 def test_what_raises_in_it_is_not_hidden() -> None:
     with pytest.raises(ValueError, match="inner"), CpuMeter():
         raise ValueError("inner")
+
+
+def test_a_phase_that_the_profiler_lost_is_found_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "record_function", nullcontext)
+    with CpuMeter() as meter:
+        kept = _tensor(100)
+        with meter.phase("work"):
+            _tensor(200)
+    assert meter.phases["work"].start == kept.numel()
+    assert meter.phases["work"].peak == 300 * KIB

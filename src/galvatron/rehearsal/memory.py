@@ -6,8 +6,9 @@ which sees the allocator itself: also the storages that FSDP2 empties and fills 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -79,6 +80,14 @@ class CudaMeter(Meter):
         self.phases[name] = PhaseBytes(start, torch.cuda.max_memory_allocated(self._device) - self._before)
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """When a phase was, since 1970."""
+
+    begin_ns: int
+    end_ns: int
+
+
 class CpuMeter(Meter):
     """Follows every allocation of this thread and of the backward passes it starts."""
 
@@ -86,6 +95,7 @@ class CpuMeter(Meter):
 
     def __init__(self) -> None:
         super().__init__()
+        self._spans: dict[str, _Span] = {}
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> CpuMeter:
@@ -99,12 +109,14 @@ class CpuMeter(Meter):
         if error is None:
             finished: Any = self._profile.profiler
             events = finished.kineto_results.experimental_event_tree()
-            self.phases = _phases(list(_flattened(events)), self._PREFIX)
+            self.phases = _phases(list(_flattened(events)), self._spans, self._PREFIX)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        begin_ns = time.time_ns()
         with record_function(self._PREFIX + name):
             yield
+        self._spans[name] = _Span(begin_ns, time.time_ns())
 
 
 def _flattened(events: list[Any]) -> Iterator[Any]:
@@ -115,9 +127,11 @@ def _flattened(events: list[Any]) -> Iterator[Any]:
         waiting.extend(reversed(event.children))
 
 
-def _phases(events: list[Any], prefix: str) -> dict[str, PhaseBytes]:
-    """Replay allocations and releases in order of time."""
-    spans = {event.name.removeprefix(prefix): event for event in events if event.name.startswith(prefix)}
+def _phases(events: list[Any], timed: Mapping[str, _Span], prefix: str) -> dict[str, PhaseBytes]:
+    """Replay allocations and releases in order of time. Phases are as the profiler saw them; one that it lost (rarely,
+    on a busy machine) is where our own clock has it."""
+    seen = {event.name.removeprefix(prefix): event for event in events if event.name.startswith(prefix)}
+    spans = {**timed, **{name: _Span(event.start_time_ns, event.end_time_ns) for name, event in seen.items()}}
     starts = dict.fromkeys(spans, 0)
     peaks = dict.fromkeys(spans, 0)
     alive: dict[int, int] = {}
@@ -133,8 +147,8 @@ def _phases(events: list[Any], prefix: str) -> dict[str, PhaseBytes]:
         elif address in alive:  # else it is older than the meter
             total -= alive.pop(address)
         for name, span in spans.items():
-            if event.start_time_ns < span.start_time_ns:
+            if event.start_time_ns < span.begin_ns:
                 starts[name] = total
-            elif event.start_time_ns <= span.end_time_ns:
+            elif event.start_time_ns <= span.end_ns:
                 peaks[name] = max(peaks[name], total)
     return {name: PhaseBytes(starts[name], max(starts[name], peaks[name])) for name in spans}
