@@ -18,6 +18,7 @@ from galvatron.profiler.findings import DeviceFacts, DeviceProbe
 from galvatron.profiler.messages import USUAL, sizes_for
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.stopwatch import seconds_of
+from galvatron.runtime.world import workspace_bytes
 from galvatron.virtual import virtual_devices
 
 __all__ = ["device_facts", "device_name", "device_probes"]
@@ -40,7 +41,7 @@ def device_facts(crew: Crew) -> DeviceFacts:
             memory, reserved = total, total - free - tensors[crew.rank]
         else:
             memory, reserved = total // virtual, (total - free - sum(tensors)) // crew.world
-        reserved += _workspace_bytes(crew.device)
+        reserved += workspace_bytes(crew.device)
     else:
         reserved = _resident_bytes()
         memory = _available_bytes() // crew.local_world + reserved  # what this process holds is no longer available
@@ -51,15 +52,6 @@ def device_facts(crew: Crew) -> DeviceFacts:
         layer_flops=24 * _TOKENS[kind] * _HIDDEN[kind] ** 2,
         optimizer_parameters=_PARAMETERS[kind],
     )
-
-
-def _workspace_bytes(device: torch.device) -> int:
-    """What matrix products keep for themselves; forward's and backward's thread each have such a place."""
-    given = torch.ones(_TINY, _TINY, device=device, requires_grad=True)
-    torch.autograd.backward((given @ given).sum())
-    before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
-    return before - torch.cuda.memory_allocated(device)
 
 
 def device_name(crew: Crew) -> str:

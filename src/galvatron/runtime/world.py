@@ -11,7 +11,7 @@ from galvatron.errors import InvalidInput
 from galvatron.runtime.meeting import meet
 from galvatron.virtual import be_virtual, virtual_devices
 
-__all__ = ["cap_memory", "join", "own_device"]
+__all__ = ["cap_memory", "join", "own_device", "workspace_bytes"]
 
 
 def join() -> None:
@@ -43,7 +43,18 @@ def own_device() -> torch.device:
 
 
 def cap_memory(device: torch.device, tensor_bytes: int) -> None:
-    """Let a virtual GPU have no more memory than the device that it stands for."""
+    """Let a virtual GPU have no more memory for tensors than the device that it stands for."""
     if device.type == "cuda" and virtual_devices() is not None:
         _, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(tensor_bytes / total, 1.0), device)
+        # The same allocator serves workspaces, which are not among the tensors.
+        most = tensor_bytes + workspace_bytes(device)
+        torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0), device)
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What matrix products on a GPU keep for themselves; forward's and backward's thread each have such a place."""
+    given = torch.ones(32, 32, device=device, requires_grad=True)
+    torch.autograd.backward((given @ given).sum())
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated(device)
