@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from galvatron.errors import GalvatronError
 from galvatron.virtual import virtual_gpus
 from launching import launch
 
@@ -175,4 +176,7 @@ def _report(name: str, size: Size, results: dict[str, list[Measured]], output: P
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GalvatronError as error:
+        sys.exit(f"error: {error}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.cost import Schedule
+from galvatron.errors import GalvatronError
 from galvatron.plans.by_hand import priced
 from galvatron.plans.plan import Plan
 from galvatron.plans.planner import Request, try_plan
@@ -180,4 +181,7 @@ def _progress(done: int, total: int, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except GalvatronError as error:
+        sys.exit(f"error: {error}")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from galvatron.cli import app
 from galvatron.errors import InvalidInput
-from galvatron.virtual import be_virtual, virtual_devices, virtual_gpus
+from galvatron.virtual import be_virtual, check_virtual, virtual_devices, virtual_gpus
 
 _CHILD = (
     "import json, os, sys; json.dump({k: v for k, v in os.environ.items() if 'MPS' in k or 'VIRTUAL' in k}, sys.stdout)"
@@ -117,6 +117,20 @@ def test_a_daemon_that_does_not_start(driver: Path) -> None:
 def test_numbers_that_cannot_be(devices: int) -> None:
     with pytest.raises(InvalidInput, match=f"virtual: {devices} given; expected 1 to 48"), virtual_gpus(devices):
         pass
+
+
+def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(InvalidInput, match="CUDA_VISIBLE_DEVICES is '1'"), virtual_gpus(2):
+        pass
+
+
+def test_a_plan_for_more_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_virtual(64)
+    monkeypatch.setenv("GALVATRON_VIRTUAL", "4")
+    check_virtual(4)
+    with pytest.raises(InvalidInput, match="virtual: 4 given, but the plan is for 8 devices; give --virtual 8"):
+        check_virtual(8)
 
 
 def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCH_STEP", "Cell", "Run", "Status", "append", "batch_to_try", "read_runs", "settled"]
+__all__ = ["BATCH_STEP", "RESULTS", "Cell", "Run", "Status", "append", "batch_to_try", "read_runs", "settled"]
 
+RESULTS = Path(__file__).parent.parent / "results" / "paper_main.jsonl"
 BATCH_STEP = 8
 """Batches are multiples of it, as in the paper; it is also the smallest."""
 Status = str
@@ -61,7 +62,8 @@ class Run:
     peak_bytes: tuple[int, ...] = ()
     """Of each rank: most bytes of tensors alive."""
     allocator_bytes: tuple[int, ...] = ()
-    """Of each rank: most bytes that the allocator took for them; the budget caps these."""
+    """Of each rank: most bytes that the allocator took for them, which the budget caps. Both without workspaces, which
+    are among the reserved bytes."""
     plan: tuple[str, ...] = ()
     """A stage each: its layers in runs, "encoder×16 dp2-tp4; head tp8"."""
     same_as: str = ""
@@ -110,6 +112,8 @@ def read_runs(path: Path) -> list[Run]:
     known = {one.name for one in fields(Run)}
     runs = []
     for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.endswith("}"):
+            continue  # of a call that was killed as it wrote
         content = {name: value for name, value in json.loads(line).items() if name in known}
         lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
         runs.append(Run(**{**content, **lists}))

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import Run, read_runs
+from cells import RESULTS, Run, read_runs
 
-__all__ = ["RESULTS", "Estimation", "estimations", "memory_error", "time_error"]
-
-RESULTS = Path(__file__).parent.parent / "results" / "paper_main.jsonl"
+__all__ = ["Estimation", "estimations", "memory_error", "time_error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/paper/main_table.py --cluster cluster.toml --profiles folder [--models …] [--budgets 8GB,…]
     python benchmarks/paper/main_table.py --tiny       everything in small, on CPU processes: shows that it works
+    python benchmarks/paper/main_table.py --tiny --gpu --budgets 2GB                 or on virtual GPUs
 
 On a machine with a GPU, 8 virtual GPUs share it (CUDA MPS, NCCL over loopback sockets), each held to the budget. Goes
 through the cells (model, budget, system) in order, leaves out those that the results file has, appends a line for each
@@ -25,9 +26,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from cells import BATCH_STEP, Cell, Run, append, batch_to_try, read_runs, settled
+from cells import BATCH_STEP, RESULTS, Cell, Run, append, batch_to_try, read_runs, settled
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.plans.plan import Plan
+from galvatron.profiler.cores import machine  # its boot: speeds differ between them
 from galvatron.spec import Cluster
 from galvatron.units import parse_bytes
 from galvatron.virtual import virtual_gpus
@@ -37,7 +39,6 @@ from systems import SYSTEMS, Choice, Setting, System, choose, described, system_
 from workloads import MODELS, full, tiny, tiny_cluster
 from zygote import Outcome, Zygote
 
-RESULTS = Path(__file__).parent.parent / "results" / "paper_main.jsonl"
 _TIMED_S = 20.0
 """What the timed iterations of a run may take."""
 _START_S = 15.0
@@ -48,13 +49,13 @@ _LARGEST_BATCH = {"tiny": 32, "full": 512}
 class Ranks:
     """Fresh ranks for each run: on virtual GPUs, or CPU processes."""
 
-    def __init__(self, devices: int, *, tiny: bool) -> None:
-        self._devices, self._tiny = devices, tiny
+    def __init__(self, devices: int, *, gpu: bool) -> None:
+        self._devices, self._gpu = devices, gpu
         self._stack, self._server = ExitStack(), ExitStack()
+        self._served = False
 
     def __enter__(self) -> Ranks:
         self._zygote = self._stack.enter_context(Zygote(prepare))
-        self._serve()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,18 +63,15 @@ class Ranks:
         self._stack.close()
 
     def run(self, job: MeasureJob, limit_s: float) -> Outcome:
+        if not self._served:
+            self._server.close()
+            self._server.enter_context(virtual_gpus(self._devices if self._gpu else None))
         outcome = self._zygote.run(job, self._devices, self._environment(), limit_s)
-        if outcome.status != "ok":
-            self._serve()  # ranks killed at work may have left the GPU's server in a bad state
+        self._served = outcome.status == "ok"  # ranks killed at work may have left the GPU's server in a bad state
         return outcome
 
-    def _serve(self) -> None:
-        self._server.close()
-        if not self._tiny:
-            self._server.enter_context(virtual_gpus(self._devices))
-
     def _environment(self) -> Mapping[str, str]:
-        if self._tiny:
+        if not self._gpu:
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {name: value for name, value in os.environ.items() if name.startswith(("CUDA_MPS_", "GALVATRON_"))}
 
@@ -111,15 +109,25 @@ def main(arguments: list[str] | None = None) -> None:
         return
     for cell in open_cells:  # what is wrong with names and files shows before any rank is started
         table.setting(cell)
-    with Ranks(table.cluster.devices, tiny=given.tiny) as ranks:
+    broken: set[tuple[str, str]] = set()
+    with Ranks(table.cluster.devices, gpu=given.gpu or not given.tiny) as ranks:
         for cell in open_cells:
+            if (cell.model, cell.system) in broken:
+                print(f"{cell}: left out, because this system failed with this model before", flush=True)
+                continue
             last = None
-            for last in _runs(cell, table, ranks, given.results, given.limit, end):
-                append(given.results, last)
-                print(_line(last), flush=True)
+            try:
+                for last in _runs(cell, table, ranks, given.results, given.limit, end):
+                    append(given.results, last)
+                    print(_line(last), flush=True)
+            except InvalidInput as error:
+                print(f"{cell}: {error}", flush=True)
+                continue
             if last is None or (last.status == "oom" and last.batch > BATCH_STEP):
                 print(f"too little time is left for {cell}; call again to go on", flush=True)
                 return
+            if last.status == "failed":
+                broken.add((cell.model, cell.system))
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -133,6 +141,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cluster", help="the measured cluster: galvatron profile cluster --virtual 8 -o FILE")
     parser.add_argument("--profiles", type=Path, help="folder with the measured layers of each model, MODEL.toml")
     parser.add_argument("--tiny", action="store_true", help="tiny models on 4 CPU processes")
+    parser.add_argument("--gpu", action="store_true", help="with --tiny: on 4 virtual GPUs")
     given = parser.parse_args(arguments)
     if given.budgets is None:
         given.budgets = "6MB,10MB" if given.tiny else "8GB,12GB,16GB"
@@ -199,18 +208,10 @@ def _unmeasured(cell: Cell, system: System, setting: Setting, choice: Choice) ->
             "devices": setting.cluster.devices,
             "cluster": setting.cluster.digest,
             "profile": None if profile is None else profile.digest,
-            "boot": _boot(),
+            "boot": machine(),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
-
-
-def _boot() -> str:
-    """Which boot of the machine this is: speeds differ between them."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def _twin(run: Run, runs: Iterable[Run]) -> Run | None:

@@ -14,8 +14,8 @@ from galvatron.plans.plan import Plan
 
 __all__ = ["MeasureJob", "Measured", "prepare"]
 
-_TIMED = 3
-"""Iterations, besides one to warm up; fewer where they are long."""
+_TIMED, _FEWEST = 3, 2
+"""Iterations, besides one to warm up; fewer where they are long, but so many that they have a spread."""
 
 
 def prepare() -> None:
@@ -71,16 +71,20 @@ class MeasureJob:
     def _on_gpu(self, device: Any) -> Measured:
         import torch
 
+        from galvatron.runtime.world import workspace_bytes
+
         step = self._program(device)
         gc.collect()
+        workspaces = workspace_bytes(device)
         torch.cuda.empty_cache()  # of the whole model that stock programs start from
         torch.cuda.reset_peak_memory_stats(device)
         iterations = self._timed(step, lambda: torch.cuda.synchronize(device), device)
+        properties = torch.cuda.get_device_properties(device)
         return Measured(
             iterations_s=iterations,
-            peak_bytes=torch.cuda.max_memory_allocated(device),
-            allocator_bytes=torch.cuda.max_memory_reserved(device),
-            device=torch.cuda.get_device_name(device),
+            peak_bytes=torch.cuda.max_memory_allocated(device) - workspaces,
+            allocator_bytes=torch.cuda.max_memory_reserved(device) - workspaces,
+            device=f"{properties.name}, {properties.multi_processor_count} multiprocessors",
         )
 
     def _on_cpu(self, device: Any) -> Measured:
@@ -120,5 +124,5 @@ class MeasureJob:
 
         slowest = torch.tensor([one()], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        count = min(max(int(self.timed_s / slowest.item()), 1), _TIMED)
+        count = min(max(int(self.timed_s / slowest.item()), _FEWEST), _TIMED)
         return tuple(one() for _ in range(count))

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import plans_drawn
 import search_time
-from cells import Run, read_runs
+from cells import RESULTS, Run, read_runs
 from drawing import Bars, bars
-from estimation import RESULTS
 from galvatron.errors import GalvatronError, InvalidInput
 from systems import SYSTEMS
 from tables import estimation_table, main_tables, plans_table, search_table, summary, verdict_table

@@ -6,6 +6,7 @@ Stages are cut where the planner's pure pipeline cuts them, and there are as man
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -84,10 +85,14 @@ def gpipe(plan: Plan, device: torch.device) -> Callable[[], Tensor | None]:
     stage = PipelineStage(part, rank, world, device)
     schedule = ScheduleGPipe(stage, n_microbatches=plan.micro_batches, loss_fn=loss_of, scale_grads=False)
     optimizer = adam(part.parameters())
+    # Where it can be told to, the schedule does not join logits that nobody reads.
+    options: dict[str, Any] = (
+        {"return_outputs": False} if "return_outputs" in signature(schedule.step).parameters else {}
+    )
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []
-        schedule.step(*inputs, target=labels, losses=losses)
+        schedule.step(*inputs, target=labels, losses=losses, **options)
         if tied is not None:
             weight, group = tied
             dist.all_reduce(weight.grad, group=group)

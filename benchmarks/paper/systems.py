@@ -100,7 +100,8 @@ class Choice:
 def choose(setting: Setting, system: System, batch: int | None = None) -> Choice:
     """The system's best plan, or its best with exactly this batch; if nothing fits, what comes nearest to fitting, with
     the smallest batch."""
-    request = setting.request(system, batch=batch, max_batch=_largest_of_others(setting) if system.extended else None)
+    largest = _largest_of_others(setting) if system.extended and batch is None else None
+    request = setting.request(system, batch=batch, max_batch=largest)
     plan = try_plan(request)
     if plan is not None:
         return Choice(plan=plan, fits=True)

@@ -41,7 +41,8 @@ def full(name: str, profiles: Path | None) -> Workload:
     if not path.exists():
         raise InvalidInput(
             f"profiles: {str(path)!r} does not exist; measure it with galvatron profile model {name} --virtual 8 "
-            f"--precision fp32 --attention eager --output {path}, or leave --profiles out to price layers by operations"
+            f"--cluster CLUSTER --precision fp32 --attention eager --output {path} (as docs/evaluation.md has it), or "
+            "leave --profiles out to price layers by operations"
         )
     return Workload(model=load_model(name, training), profile=load_profile(path))
 

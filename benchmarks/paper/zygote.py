@@ -16,6 +16,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -132,7 +133,8 @@ def run_ranks(job: RankJob, ranks: int, environment: dict[str, str], limit_s: fl
     outcome = _answers(pipes, time.monotonic() + limit_s, limit_s)
     if outcome.status == "ok":
         for pipe in pipes:
-            pipe.send("end")
+            with suppress(OSError):  # a rank may have died since
+                pipe.send("end")
         for process in processes:
             process.join(_PATIENCE_S)
     for process in processes:
@@ -180,7 +182,7 @@ def _told(error: BaseException) -> tuple[str, str]:
     import torch
 
     text = f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return "oom", text
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "failed", f"{text} (in {last.name}, {os.path.basename(last.filename)} line {last.lineno})"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from galvatron.errors import InvalidInput
+from galvatron.errors import GalvatronError, InvalidInput
 
-__all__ = ["be_virtual", "virtual_devices", "virtual_gpus"]
+__all__ = ["be_virtual", "check_virtual", "virtual_devices", "virtual_gpus"]
 
 _DEVICES = "GALVATRON_VIRTUAL"
 """In the environment of the ranks: how many of them share the GPU."""
@@ -65,6 +65,13 @@ def virtual_gpus(devices: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def check_virtual(devices: int) -> None:
+    """Refuse a plan for more devices than there are virtual GPUs, where there are such."""
+    virtual = virtual_devices()
+    if virtual is not None and devices > virtual:
+        raise InvalidInput(f"virtual: {virtual} given, but the plan is for {devices} devices; give --virtual {devices}")
+
+
 def be_virtual(rank: int) -> None:
     """On a rank, before it uses CUDA: to be told from the others on its GPU, to reach them, and to leave the cores to
     them while it waits for the GPU. The cores carry the messages here, and a thread that waits would else take one."""
@@ -76,9 +83,10 @@ def be_virtual(rank: int) -> None:
     except OSError:  # no GPU, as whoever uses it will say
         return
     device = ctypes.c_int()
-    driver.cuInit(0)
-    driver.cuDeviceGet(ctypes.byref(device), 0)
-    driver.cuDevicePrimaryCtxSetFlags_v2(device, _BLOCKING_SYNC)
+    status = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    status = status or driver.cuDevicePrimaryCtxSetFlags_v2(device, _BLOCKING_SYNC)
+    if status:
+        raise GalvatronError(f"virtual: rank {rank} cannot use the GPU through CUDA MPS: error {status} of the driver")
 
 
 def _check(devices: int) -> None:
@@ -87,6 +95,11 @@ def _check(devices: int) -> None:
     if "RANK" in os.environ:
         raise InvalidInput("virtual: not under torchrun, whose processes are there already; call galvatron by itself")
     otherwise = "leave --virtual out, and without a GPU the ranks are CPU processes (--devices)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0":
+        raise InvalidInput(
+            f"virtual: CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}, but virtual GPUs are slices of "
+            "the first one; leave the variable out"
+        )
     if shutil.which(_CONTROL) is None:
         raise InvalidInput(
             f"virtual: {devices} given, but CUDA MPS is missing here: {_CONTROL}, a part of NVIDIA's driver on Linux, "

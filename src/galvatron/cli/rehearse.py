@@ -24,13 +24,16 @@ def command(
     """Run one rank's exact share of a plan on one device, without the others: its true peak memory and compute time."""
     from galvatron.plans.plan import Plan
     from galvatron.rehearsal.processes import first_ranks, rehearse
-    from galvatron.virtual import virtual_gpus
+    from galvatron.virtual import check_virtual, virtual_gpus
 
     if rank is not None and all_stages:
         raise InvalidInput(f"--rank {rank} and --all-stages: give one of the two")
     loaded = Plan.load(plan)
     ranks = first_ranks(loaded) if all_stages else [rank or 0]
+    if virtual is not None and device == "cpu":
+        raise InvalidInput(f"--virtual {virtual} and --device cpu: give one of the two")
     with virtual_gpus(virtual):
+        check_virtual(loaded.cluster.devices)
         rehearsals = rehearse(loaded, ranks, device=device, steps=steps)
     if as_json:
         opt.print_json([rehearsal.to_dict() for rehearsal in rehearsals])

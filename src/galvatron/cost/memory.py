@@ -90,10 +90,11 @@ def transient_bytes(
     gathered parameters and whole gradients (under ZeRO-2 the gradient).
 
     Beside the layer's own parameters those of the layer before it are gathered, which is next in backward (no more
-    than its own are counted, for that one may not be sharded). FSDP2 lets
-    go of the buffer a layer's gradient is reduced from when the next one reduces its own: there is such a buffer of the
-    layer after it, whose activations are gone. And there is the layer's own gradient: a part of it while activations
-    are many, all of it when they are gone. Lent weights have their copy already, and nothing is prefetched behind them.
+    than its own are counted, for that one may not be sharded). FSDP2 lets go of the buffer a layer's gradient is
+    reduced from when the next one reduces its own: there is such a buffer of the layer after it, whose activations are
+    gone. And there is the layer's own gradient: a part of it while activations are many, all of it when they are gone;
+    under ZeRO-2 the larger of the two counts. Lent weights have their copy already, and nothing is prefetched behind
+    them.
     """
     restored = strategies.recompute * _full_activation_bytes(layers, strategies)
     work = samples * (working_bytes(layers, strategies, conventions) + restored)
@@ -101,12 +102,13 @@ def transient_bytes(
     gathers = sharded & (conventions.gathered_copies > 0)
     lent = np.where(gathers, lent, 0)
     whole = (parameters - lent) * precision.bytes
-    own = np.where(gathers, np.maximum(whole * _EARLY_GRADIENT, whole - work), 0) + lent * precision.bytes
+    growing = np.maximum(whole * _EARLY_GRADIENT, whole - work)
+    own = np.where(gathers, growing, 0) + lent * precision.bytes
     ahead = np.where(lent > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
     gathered = gathers * precision.bytes * (parameters - lent + (conventions.gathered_copies - 1) * ahead)
     freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
     buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
-    reduced = np.where(gathers | strategies.zero2, np.maximum(buffer, 0), 0)
+    reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
     total: Floats = work + gathered + own + reduced + kept * precision.bytes
     return total

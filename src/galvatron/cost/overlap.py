@@ -1,8 +1,8 @@
 """Computation and communication at the same time (paper Section 3.4; docs/cost-model.md, "Overlap").
 
-While both run, computation is slowed by the factor α and communication by β; what is left of the one that lasts longer
-then runs alone at full speed. If W of computing lasts less, W·α of time goes by, in which W·α/β of communication C is
-done: C + W·α·(1 − 1/β) in all. The paper has one factor for both, α = β = σ: max + (σ − 1)·min.
+While both run, computation W is slowed by the factor σw and communication C by σc; what is left of the one that lasts
+longer then runs alone at full speed. If computing ends first, σw·W of time goes by, in which σw·W/σc of the
+communication is done: C + σw·W·(1 − 1/σc) in all. The paper has one factor for both, σ: max + (σ − 1)·min.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _contention(findings: ClusterFindings, readings: Mapping[ClusterProbe, Readi
 
 
 def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
-    """From computing W that is done before the communication C beside it: it takes α·W, both C + α·W·(1 − 1/β).
+    """From computing W that is done before the communication C beside it: it takes σw·W, both C + σw·W·(1 − 1/σc).
 
     Where cores do both, W takes from C what C takes from W, and how the system shares them out varies: one factor,
     C + (σ − 1)·W.

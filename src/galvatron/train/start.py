@@ -21,7 +21,7 @@ from galvatron.spec import ModelSpec
 from galvatron.train.metrics import check_sinks
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.virtual import virtual_devices, virtual_gpus
+from galvatron.virtual import check_virtual, virtual_devices, virtual_gpus
 
 __all__ = ["Asked", "Screen", "is_plan", "replanned", "train"]
 
@@ -73,7 +73,7 @@ def train(asked: Asked, screen: Screen) -> None:
     """Train; returns when all steps are done or the run was stopped in order."""
     folder = RunFolder(asked.out)
     check_sinks(asked.settings)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and asked.virtual is None:
         _as_rank(asked, folder)
         return
     (folder.check_started if asked.resume else folder.check_new)()
@@ -81,7 +81,7 @@ def train(asked: Asked, screen: Screen) -> None:
         plan = _first_plan(asked, folder, screen)
         screen.plan(plan)
         _check_runnable(plan)
-        _check_virtual(plan)
+        check_virtual(plan.cluster.devices)
         _check_inputs(plan, asked.settings, folder)
         folder.begin(plan, asked.settings)
         _run(asked, folder, plan, screen)
@@ -196,15 +196,6 @@ def _check_runnable(plan: Plan) -> None:
         raise InvalidInput(
             f"model.config: null in this plan, because {plan.model.name!r} was described by figures alone; plan a "
             "model from a preset or a Hugging Face configuration"
-        )
-
-
-def _check_virtual(plan: Plan) -> None:
-    virtual = virtual_devices()
-    if virtual is not None and plan.cluster.devices > virtual:
-        raise InvalidInput(
-            f"virtual: {virtual} given, but the plan is for {plan.cluster.devices} devices; give --virtual "
-            f"{plan.cluster.devices}"
         )
 
 
