@@ -29,6 +29,8 @@ _HARDLY = 1.1
 _CLEARLY = 1.5
 """Factor by which a transfer alone must be faster than beside others for their link to be a shared one."""
 _MOST_SLOWDOWN = 4.0
+_HARDLY_ANY = 0.05
+"""Part of the time that communication must go on alone for its own slowdown to be told."""
 _FASTEST, _SLOWEST = 1e15, 1e6
 """Bytes or operations a second that a cluster file can say."""
 
@@ -118,8 +120,8 @@ def _contention(findings: ClusterFindings, readings: Mapping[ClusterProbe, Readi
 def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
     """From computing W that is done before the communication C beside it: it takes σw·W, both C + σw·W·(1 − 1/σc).
 
-    Where cores do both, W takes from C what C takes from W, and how the system shares them out varies: one factor,
-    C + (σ − 1)·W.
+    Where cores do both, W takes from C what C takes from W, and how the system shares them out varies: one factor, for
+    max + (σ − 1)·min. So too where computing lasted as long as all, against what was intended.
     """
     blocks = findings.blocks
     if DeviceProbe.OVERLAP not in blocks:
@@ -128,12 +130,14 @@ def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
         reading_of(blocks[probe]).seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE)
     )
     computing, rest = (reading_of(blocks[DeviceProbe.OVERLAP], part).seconds for part in (0, 1))
-    more = max(computing + rest - communicating, 0.0)
-    if findings.backend != "nccl":
-        return {"overlap_slowdown": _rounded(min(1 + more / alone, _MOST_SLOWDOWN))}
+    both = computing + rest
+    if findings.backend != "nccl" or rest < _HARDLY_ANY * both:
+        one = 1 + (both - max(alone, communicating)) / min(alone, communicating)
+        return {"overlap_slowdown": _rounded(min(max(one, 1.0), _MOST_SLOWDOWN))}
+    lost = min(max((both - communicating) / computing, 0.0), 1 - 1 / _MOST_SLOWDOWN)
     return {
         "overlap_slowdown": _rounded(min(max(computing / alone, 1.0), _MOST_SLOWDOWN)),
-        "communication_slowdown": _rounded(1 / (1 - min(more / computing, 1 - 1 / _MOST_SLOWDOWN))),
+        "communication_slowdown": _rounded(1 / (1 - lost)),
     }
 
 
