@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -49,5 +50,8 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sink.close()
     kept = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(kept) == 1
+    end = time.monotonic() + 60  # a process of its own writes it
+    while b"0.125" not in kept[0].read_bytes() and time.monotonic() < end:
+        time.sleep(0.1)
     assert b"0.125" in kept[0].read_bytes()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.125}
