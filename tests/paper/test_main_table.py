@@ -83,6 +83,7 @@ def _run(status: str, batch: int) -> Run:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_out_of_memory(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     _table(zygote, monkeypatch, results, "--models", "bert-huge-32", "--budgets", "4MB", "--systems", "dp")
