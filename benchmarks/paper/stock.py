@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from galvatron.models.registry import cut
 from galvatron.plans.plan import Plan
 from galvatron.spec import Attention
 
-__all__ = ["adam", "batch_for", "stock_model"]
+__all__ = ["adam", "batch_for", "plain_step", "stock_model"]
 
 _RATE = 1e-3
 """That of torch's Adam, which our runtime's optimizer has too."""
@@ -41,3 +42,16 @@ def batch_for(plan: Plan) -> dict[str, Tensor]:
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=_RATE, fused=True)
+
+
+def plain_step(model: Any, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """One iteration as everybody writes it; gives the loss."""
+
+    def step() -> Tensor:
+        loss: Tensor = model(**batch).loss
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from galvatron.plans.plan import Plan
-from stock import adam, batch_for, stock_model
+from stock import adam, batch_for, plain_step, stock_model
 
 __all__ = ["ddp", "fsdp2"]
 
@@ -51,13 +51,4 @@ def _units(model: Any, family: str) -> Iterator[nn.Module]:
 def _training(model: nn.Module, plan: Plan, device: torch.device) -> Callable[[], Tensor]:
     rank, each = dist.get_rank(), plan.batch // dist.get_world_size()
     batch = {name: rows[rank * each : (rank + 1) * each].to(device) for name, rows in batch_for(plan).items()}
-    optimizer = adam(model.parameters())
-
-    def step() -> Tensor:
-        loss: Tensor = model(**batch).loss
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return plain_step(model, batch, adam(model.parameters()))

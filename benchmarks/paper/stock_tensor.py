@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from galvatron.errors import InvalidInput
 from galvatron.plans.plan import Plan
-from stock import adam, batch_for, stock_model
+from stock import adam, batch_for, plain_step, stock_model
 
 __all__ = ["dtensor"]
 
@@ -92,16 +92,7 @@ def _vit(model: Any, mesh: DeviceMesh, batch: dict[str, Tensor]) -> Callable[[],
             "mlp.fc2": RowwiseParallel(),
         }
         parallelize_module(layer, mesh, styles, src_data_rank=None)
-    optimizer = _optimizer(model)
-
-    def step() -> Tensor:
-        loss: Tensor = model(**batch).loss
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return plain_step(model, batch, _optimizer(model))
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
