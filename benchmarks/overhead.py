@@ -25,36 +25,10 @@ from typing import Any
 from galvatron.errors import GalvatronError
 from galvatron.virtual import virtual_gpus
 from launching import launch
+from sizes import Size
 
 RANKS = 8
 Step = Callable[[], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A BERT, and how it is trained."""
-
-    hidden: int
-    layers: int
-    heads: int
-    length: int
-    batch: int
-    vocabulary: int = 30522
-
-    def config(self, *, tied: bool) -> dict[str, Any]:
-        return {
-            "model_type": "bert",
-            "architectures": ["BertForMaskedLM"],
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": 4 * self.hidden,
-            "max_position_embeddings": self.length,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-            "tie_word_embeddings": tied,
-        }
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,8 @@ from galvatron.plans.planner import Request
 from galvatron.spec import Precision, Training
 from galvatron.zoo import load_cluster
 from galvatron.zoo.families.bert import Bert
-from overhead import Size, Step
+from overhead import Step
+from sizes import Size
 
 _RATE = 1e-4
 _MICRO_BATCHES = 8

@@ -15,9 +15,8 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from galvatron.cost import Schedule
 from galvatron.errors import GalvatronError
@@ -34,38 +33,10 @@ from galvatron.zoo import load_model
 from galvatron.zoo.cluster_files import dump_cluster
 from galvatron.zoo.profile_files import dump_profile
 from prediction_runs import PlanJob, Run
+from sizes import Size
 
-BATCH = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A BERT."""
-
-    hidden: int
-    layers: int
-    heads: int
-    length: int
-    vocabulary: int
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "model_type": "bert",
-            "architectures": ["BertForMaskedLM"],
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": 4 * self.hidden,
-            "max_position_embeddings": self.length,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-            "tie_word_embeddings": False,
-        }
-
-
-SMALL = Size(hidden=256, layers=4, heads=8, length=32, vocabulary=2000)
-HUGE = Size(hidden=1280, layers=8, heads=16, length=512, vocabulary=30522)
+SMALL = Size(hidden=256, layers=4, heads=8, length=32, batch=16, vocabulary=2000)
+HUGE = Size(hidden=1280, layers=8, heads=16, length=512, batch=16)
 
 
 def plans_for(request: Request, size: Size) -> dict[str, Plan]:
@@ -134,7 +105,7 @@ def main() -> None:
 def _run(arguments: argparse.Namespace, size: Size) -> None:
     fresh = not arguments.cached
     cluster = profile_cluster(arguments.virtual or arguments.devices, fresh=fresh, progress=_progress)
-    model = load_model(size.config(), Training(precision=Precision.FP32, sequence_length=size.length))
+    model = load_model(size.config(tied=False), Training(precision=Precision.FP32, sequence_length=size.length))
     profile = profile_model(model, cluster, fresh=fresh, progress=_progress)
     print(cluster.source, profile.source, sep="\n")
     if arguments.keep is not None:
@@ -142,7 +113,7 @@ def _run(arguments: argparse.Namespace, size: Size) -> None:
         (arguments.keep / "cluster.toml").write_text(dump_cluster(cluster), encoding="utf-8")
         (arguments.keep / "profile.toml").write_text(dump_profile(profile), encoding="utf-8")
     switches = replace(EXTENDED, hybrid_sharding=True)
-    request = Request(model=model, cluster=cluster, batch=BATCH, profile=profile, switches=switches)
+    request = Request(model=model, cluster=cluster, batch=size.batch, profile=profile, switches=switches)
     plans = plans_for(request, size)
     job = PlanJob(
         devices=cluster.devices,
