@@ -3,9 +3,9 @@
     python benchmarks/prediction.py [--devices 4] [--rounds 3] [--steps 3] [--output results.jsonl]
     python benchmarks/prediction.py --virtual 8 [--rounds 1] [--steps 4]          # on one GPU: a cut of BERT-Huge, fp32
 
-The plans cover every kind of parallelism, written by hand, and the planner's own best. The ranks are started once; each
-round builds and runs every plan, so that a slow moment of the machine falls on all of them. On a machine that others
-use too, the time they took is left out (T·(1 − their part of the cores)); the plain wall clock is in the results.
+The plans cover every kind of parallelism, written by hand, and the planner's own best. Each round builds and runs every
+plan, so that a slow moment of the machine falls on all of them. On CPUs that others use too, the time they took is left
+out (T·(1 − their part of the cores)); the plain wall clock is in the results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from galvatron.virtual import virtual_gpus
 from galvatron.zoo import load_model
 from galvatron.zoo.cluster_files import dump_cluster
 from galvatron.zoo.profile_files import dump_profile
-from prediction_runs import PlanJob, Run
+from prediction_runs import PlanJob, Run, run_on_gpus
 from sizes import Size
 
 SMALL = Size(hidden=256, layers=4, heads=8, length=32, batch=16, vocabulary=2000)
@@ -98,34 +98,34 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "prediction.jsonl")
     parser.add_argument("--keep", type=Path, help="write the profiles into this folder too")
     arguments = parser.parse_args()
-    with virtual_gpus(arguments.virtual):
-        _run(arguments, HUGE if arguments.virtual else SMALL)
+    size = HUGE if arguments.virtual else SMALL
+    request = _profiled(arguments, size)
+    plans, output = plans_for(request, size), arguments.output.absolute()
+    if arguments.virtual:
+        runs = run_on_gpus(plans, arguments.rounds, arguments.steps, output, _progress)
+    else:
+        devices = request.cluster.devices
+        job = PlanJob(devices=devices, plans=plans, rounds=arguments.rounds, steps=arguments.steps, output=output)
+        # The ranks import the job's module from here.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        runs = measured(job, _progress)
+    _report(request.cluster.devices, plans, runs)
 
 
-def _run(arguments: argparse.Namespace, size: Size) -> None:
+def _profiled(arguments: argparse.Namespace, size: Size) -> Request:
+    """What is planned for: a BERT of this size on the devices at hand, both measured."""
     fresh = not arguments.cached
-    cluster = profile_cluster(arguments.virtual or arguments.devices, fresh=fresh, progress=_progress)
     model = load_model(size.config(tied=False), Training(precision=Precision.FP32, sequence_length=size.length))
-    profile = profile_model(model, cluster, fresh=fresh, progress=_progress)
+    with virtual_gpus(arguments.virtual):
+        cluster = profile_cluster(arguments.virtual or arguments.devices, fresh=fresh, progress=_progress)
+        profile = profile_model(model, cluster, fresh=fresh, progress=_progress)
     print(cluster.source, profile.source, sep="\n")
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
         (arguments.keep / "cluster.toml").write_text(dump_cluster(cluster), encoding="utf-8")
         (arguments.keep / "profile.toml").write_text(dump_profile(profile), encoding="utf-8")
     switches = replace(EXTENDED, hybrid_sharding=True)
-    request = Request(model=model, cluster=cluster, batch=size.batch, profile=profile, switches=switches)
-    plans = plans_for(request, size)
-    job = PlanJob(
-        devices=cluster.devices,
-        plans=plans,
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        output=arguments.output.absolute(),
-    )
-    # The ranks import the job's module from here.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    runs: dict[str, Run] = measured(job, _progress)
-    _report(cluster.devices, plans, runs)
+    return Request(model=model, cluster=cluster, batch=size.batch, profile=profile, switches=switches)
 
 
 def _report(devices: int, plans: dict[str, Plan], runs: dict[str, Run]) -> None:

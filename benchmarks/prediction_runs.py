@@ -1,17 +1,27 @@
-"""Runs plans on the profiler's ranks, for ``prediction.py``: a module of its own, so that the ranks can import it."""
+"""Runs plans for ``prediction.py``: CPU processes are the profiler's ranks, which import this module, and are started
+once; virtual GPUs have fresh ranks for each plan, whose groups would else share queues to the GPU with older ones."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from galvatron.errors import GalvatronError
 from galvatron.plans.plan import Plan
+from galvatron.profiler.processes import Progress
 
 if TYPE_CHECKING:
     from galvatron.profiler.crew import Crew
+
+
+sys.path.append(str(Path(__file__).parent / "paper"))  # whose fresh ranks these are
+_MOST_S = 60.0
+"""For the timed iterations of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +53,53 @@ class Run:
         return statistics.median(one.ours_s for one in quiet[: max(3, len(quiet) // 2)])
 
 
+def run_on_gpus(plans: Mapping[str, Plan], rounds: int, steps: int, output: Path, progress: Progress) -> dict[str, Run]:
+    """Run each plan on as many virtual GPUs as it is for."""
+    from fresh_ranks import FreshRanks
+    from rank_job import MeasureJob
+
+    runs = {name: Run() for name in plans}
+    devices = next(iter(plans.values())).cluster.devices
+    with FreshRanks(devices, gpu=True) as ranks:
+        for number in range(rounds):
+            for place, (name, plan) in enumerate(plans.items()):
+                progress(number * len(plans) + place, rounds * len(plans), name)
+                job = MeasureJob(system=name, program="galvatron", plan=plan, timed_s=_MOST_S, most=steps)
+                outcome = ranks.run(job, limit_s=2 * _MOST_S)
+                if outcome.status != "ok":
+                    raise GalvatronError(f"{name}: {outcome.status}: {outcome.message}")
+                together = zip(*(rank.iterations_s for rank in outcome.results), strict=True)
+                runs[name].iterations += [Iteration(wall_s=max(walls), disturbed=0.0) for walls in together]
+                runs[name].peaks = [rank.peak_bytes for rank in outcome.results]
+                runs[name].reserved = [rank.allocator_bytes for rank in outcome.results]
+                if number + 1 == rounds:
+                    append(output, name, plan, runs[name])
+    return runs
+
+
+def append(output: Path, name: str, plan: Plan, run: Run) -> None:
+    """Add a plan's line to the results."""
+    cluster = plan.cluster.facts
+    line = {
+        "devices": cluster.devices,
+        "cluster": cluster.source,
+        "contention": cluster.compute_contention,
+        "slowdown": [cluster.overlap_slowdown, cluster.communication_slowdown],
+        "plan": name,
+        "predicted_s": plan.iteration_s,
+        "measured_s": run.iteration_s,
+        "iterations": [asdict(one) for one in run.iterations],
+        "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
+        "measured_bytes": max(run.peaks),
+        "allocator_bytes": max(run.reserved, default=None),
+    }
+    with output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanJob:
-    """Runs plans on the profiler's ranks."""
+    """Runs plans on the profiler's ranks, CPU processes."""
 
     devices: int
     plans: dict[str, Plan]
@@ -68,30 +122,11 @@ class PlanJob:
                 self._time(plan, runs[name], crew)
                 if number + 1 < self.rounds:
                     continue
-                if crew.device.type == "cpu":
-                    runs[name].peaks = self._weighed(plan, crew)
+                runs[name].peaks = self._weighed(plan, crew)
                 if crew.rank == 0:
-                    self._write(name, plan, runs[name])
+                    append(self.output, name, plan, runs[name])
         destroy_process_group()
         return runs
-
-    def _write(self, name: str, plan: Plan, run: Run) -> None:
-        cluster = plan.cluster.facts
-        line = {
-            "devices": cluster.devices,
-            "cluster": cluster.source,
-            "contention": cluster.compute_contention,
-            "slowdown": [cluster.overlap_slowdown, cluster.communication_slowdown],
-            "plan": name,
-            "predicted_s": plan.iteration_s,
-            "measured_s": run.iteration_s,
-            "iterations": [asdict(one) for one in run.iterations],
-            "predicted_bytes": plan.memory_bytes - cluster.reserved_bytes,
-            "measured_bytes": max(run.peaks),
-            "allocator_bytes": max(run.reserved, default=None),
-        }
-        with self.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     def _time(self, plan: Plan, run: Run, crew: Crew) -> None:
         import torch
@@ -104,7 +139,6 @@ class PlanJob:
 
         assert plan.model.config is not None
         cut_model = cut(build_meta(plan.model.config, plan.model.training))
-        older_bytes = _fresh_count(crew)
         model = parallelize(None, plan, weights=CheapWeights(cut_model), device=crew.device)
         optimizer = model.optimizer()
         length = plan.model.training.sequence_length
@@ -116,16 +150,12 @@ class PlanJob:
             model.forward_backward(local)
             optimizer.step()
             optimizer.zero_grad()
-            crew.wait_for_device()
             after = Moment.now()
             everyone = crew.gather([after.wall_s - before.wall_s, after.own_s - before.own_s])
             others = crew.gather(shares(before, after, sum(own for _, own in everyone)).disturbed)
-            taken = statistics.fmean(others) if crew.device.type == "cpu" else 0.0
             if step:
-                run.iterations.append(Iteration(wall_s=max(wall for wall, _ in everyone), disturbed=taken))
-        if crew.device.type == "cuda":  # whose allocator counts by itself
-            run.peaks = crew.gather(torch.cuda.max_memory_allocated() - older_bytes)
-            run.reserved = crew.gather(torch.cuda.max_memory_reserved() - older_bytes)
+                slowest = max(wall for wall, _ in everyone)
+                run.iterations.append(Iteration(wall_s=slowest, disturbed=statistics.fmean(others)))
         del model, optimizer, local
         _drop_groups()
 
@@ -137,20 +167,6 @@ class PlanJob:
         return crew.gather(peak)
 
 
-def _fresh_count(crew: Crew) -> int:
-    """Count a GPU's peaks from here on; bytes that were there before, with what matrix products keep for themselves
-    (which is in the cluster's reserved bytes)."""
-    import torch
-
-    if crew.device.type == "cpu":
-        return 0
-    given = torch.ones(8, 8, device=crew.device, requires_grad=True)
-    torch.autograd.backward((given @ given).sum())
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
 def _drop_groups() -> None:
     """Give back the groups of a plan: each has threads and sockets of its own."""
     import gc
@@ -158,8 +174,6 @@ def _drop_groups() -> None:
     import torch.distributed as dist
 
     gc.collect()
-    if dist.get_backend() == "nccl":  # which has few, and waits for all members when one is given back
-        return
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -15,65 +15,32 @@ run once.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from cells import BATCH_STEP, RESULTS, Cell, Run, append, batch_to_try, read_runs, settled
+from fresh_ranks import FreshRanks
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.plans.plan import Plan
 from galvatron.profiler.cores import machine  # its boot: speeds differ between them
 from galvatron.spec import Cluster
 from galvatron.units import parse_bytes
-from galvatron.virtual import virtual_gpus
 from galvatron.zoo import load_cluster
-from rank_job import Measured, MeasureJob, prepare
+from rank_job import Measured, MeasureJob
 from systems import SYSTEMS, Choice, Setting, System, choose, described, system_named, without_slowdown
 from workloads import MODELS, full, tiny, tiny_cluster
-from zygote import Outcome, Zygote
 
 _TIMED_S = 20.0
 """What the timed iterations of a run may take."""
 _START_S = 15.0
 """What ranks take to start and to build their model, at most as a rule."""
 _LARGEST_BATCH = {"tiny": 32, "full": 512}
-
-
-class Ranks:
-    """Fresh ranks for each run: on virtual GPUs, or CPU processes."""
-
-    def __init__(self, devices: int, *, gpu: bool) -> None:
-        self._devices, self._gpu = devices, gpu
-        self._stack, self._server = ExitStack(), ExitStack()
-        self._served = False
-
-    def __enter__(self) -> Ranks:
-        self._zygote = self._stack.enter_context(Zygote(prepare))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.close()
-        self._stack.close()
-
-    def run(self, job: MeasureJob, limit_s: float) -> Outcome:
-        if not self._served:
-            self._server.close()
-            self._server.enter_context(virtual_gpus(self._devices if self._gpu else None))
-        outcome = self._zygote.run(job, self._devices, self._environment(), limit_s)
-        self._served = outcome.status == "ok"  # ranks killed at work may have left the GPU's server in a bad state
-        return outcome
-
-    def _environment(self) -> Mapping[str, str]:
-        if not self._gpu:
-            return {"CUDA_VISIBLE_DEVICES": ""}
-        return {name: value for name, value in os.environ.items() if name.startswith(("CUDA_MPS_", "GALVATRON_"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     for cell in open_cells:  # what is wrong with names and files shows before any rank is started
         table.setting(cell)
     broken: set[tuple[str, str]] = set()
-    with Ranks(table.cluster.devices, gpu=given.gpu or not given.tiny) as ranks:
+    with FreshRanks(table.cluster.devices, gpu=given.gpu or not given.tiny) as ranks:
         for cell in open_cells:
             if (cell.model, cell.system) in broken:
                 print(f"{cell}: left out, because this system failed with this model before", flush=True)
@@ -161,7 +128,7 @@ def _cluster(given: argparse.Namespace) -> Cluster:
     return load_cluster(given.cluster)
 
 
-def _runs(cell: Cell, table: Table, ranks: Ranks, results: Path, limit_s: float, end: float) -> Iterator[Run]:
+def _runs(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: float, end: float) -> Iterator[Run]:
     """The runs that settle a cell, as far as there is time."""
     system, setting = system_named(cell.system), table.setting(cell)
     batch = batch_to_try(cell, read_runs(results))
@@ -220,7 +187,7 @@ def _twin(run: Run, runs: Iterable[Run]) -> Run | None:
     return next((one for one in known if run.program == "galvatron" and one.program_run == run.program_run), None)
 
 
-def _measured(run: Run, plan: Plan, ranks: Ranks, limit_s: float) -> Run:
+def _measured(run: Run, plan: Plan, ranks: FreshRanks, limit_s: float) -> Run:
     job = MeasureJob(system=run.system, program=run.program, plan=plan, timed_s=_TIMED_S)
     outcome = ranks.run(job, limit_s)
     found: tuple[Measured, ...] = outcome.results

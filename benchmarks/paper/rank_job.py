@@ -14,8 +14,8 @@ from galvatron.plans.plan import Plan
 
 __all__ = ["MeasureJob", "Measured", "prepare"]
 
-_TIMED, _FEWEST = 3, 2
-"""Iterations, besides one to warm up; fewer where they are long, but so many that they have a spread."""
+_FEWEST = 2
+"""Iterations, besides one to warm up, so that they have a spread."""
 
 
 def prepare() -> None:
@@ -50,6 +50,8 @@ class MeasureJob:
     plan: Plan
     timed_s: float
     """What the timed iterations may take in all."""
+    most: int = 3
+    """Timed iterations, where there is time for so many."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -124,5 +126,5 @@ class MeasureJob:
 
         slowest = torch.tensor([one()], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        count = min(max(int(self.timed_s / slowest.item()), _FEWEST), _TIMED)
+        count = min(max(int(self.timed_s / slowest.item()), _FEWEST), self.most)
         return tuple(one() for _ in range(count))

@@ -27,6 +27,10 @@ _CLEAN_UP = f'read -r _; echo quit | {_CONTROL}; rm -rf "$1"'
 _MOST = 48
 """Clients that MPS serves at once."""
 _PATIENCE_S = 5.0
+_CONNECTIONS = 96
+"""Queues from processes to the GPU that MPS has to give away, with some to spare."""
+_ENOUGH_CONNECTIONS = 8
+"""For one process: what CUDA gives it without MPS."""
 _BLOCKING_SYNC = 4
 """CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
 
@@ -50,6 +54,9 @@ def virtual_gpus(devices: int | None) -> Iterator[None]:
         "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // devices),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # so that asking for GPUs does not make this process one that uses them
+        # Of the queues to the GPU a client of MPS has few unless it asks for more: not enough for computing, several
+        # groups and transfers, which would then wait for each other.
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(min(_CONNECTIONS // devices, _ENOUGH_CONNECTIONS)),
         _DEVICES: str(devices),
     }
     before = {name: os.environ.get(name) for name in wanted}

@@ -127,11 +127,12 @@ def test_sequence_parallel_gathers_inputs_again() -> None:
 
 
 def test_zero2_scatters_each_micro_batch_and_gathers_once() -> None:
-    backward = 2 * B + 2 * H
+    """Scatters beside backward, gathers beside the first micro-batch's forward."""
+    forward, backward = 2 * F + H, 2 * B + 2 * H
     unit = 3 / 4 * 0.164 + 2 * LAT
     steady, once = times(stage("dp4+zero2"), 8)
-    assert steady == pytest.approx(2 * F + H + overlap(backward, unit))
-    assert once == pytest.approx(overlap(backward, 2 * unit) - overlap(backward, unit) + 41e6 / 4 * 28 / 28e9)
+    assert steady == pytest.approx(forward + overlap(backward, unit))
+    assert once == pytest.approx(overlap(forward, unit) - forward + 41e6 / 4 * 28 / 28e9)
 
 
 def test_hybrid_sharding_reduces_only_its_shard() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from zygote_jobs import OneRankFails, TellRank
 
+import fresh_ranks
 import main_table
 from cells import Cell, Run, append, read_runs, settled
 from rank_job import prepare
@@ -40,7 +41,7 @@ class _Shared:
 
 
 def _table(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, results: Path, *arguments: str) -> list[Run]:
-    monkeypatch.setattr(main_table, "Zygote", lambda prepare: _Shared(zygote))
+    monkeypatch.setattr(fresh_ranks, "Zygote", lambda prepare: _Shared(zygote))
     main_table.main(["--tiny", "--results", str(results), *arguments])
     return read_runs(results)
 

@@ -132,25 +132,23 @@ class StageCosts:
         gradient_scatter = reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
         zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
+        zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         slowdown = Slowdown.on(cluster)
         if conventions.gather_ahead:
-            forward_exposed = slowdown.overlapped_s(forward, parameter_gather) - forward
+            forward_with_gather = slowdown.overlapped_s(forward, parameter_gather)
+            gather_exposed = slowdown.overlapped_s(forward, parameter_gather + zero2_gather) - forward_with_gather
         else:
-            forward_exposed = parameter_gather
+            forward_with_gather, gather_exposed = forward + parameter_gather, zero2_gather
         backward_with_scatter = slowdown.overlapped_s(backward, each_backward)
 
         shard = parameters / arrays.sdp.size
-        sync = np.where(
-            arrays.zero2,
-            all_gather_s(parameters * precision.bytes, arrays.dp),
-            all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp),
-        )
+        sync = np.where(arrays.zero2, 0.0, all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp))
         sync_exposed = slowdown.overlapped_s(backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward,
             tp_s=tp_s,
-            sdp_s=forward_exposed + backward_with_scatter - backward,
-            sync_s=sync_exposed + self._tied_sync_s(),
+            sdp_s=(forward_with_gather - forward) + (backward_with_scatter - backward),
+            sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device),
         )
 

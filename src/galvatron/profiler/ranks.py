@@ -22,8 +22,8 @@ from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.crew import Crew, Report
 from galvatron.profiler.processes import PROGRESS, Job, Progress
 from galvatron.runtime.meeting import meet
-from galvatron.runtime.world import own_device
-from galvatron.virtual import be_virtual, virtual_devices
+from galvatron.runtime.world import claim_device
+from galvatron.virtual import virtual_devices
 
 __all__ = ["run_all", "run_here"]
 
@@ -107,10 +107,7 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
 def _crew(report: Report) -> Crew:
     store, rank, world = meet()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = own_device()
-    if device.type == "cuda":
-        be_virtual(rank)
-        torch.cuda.set_device(device)
+    device = claim_device(rank)
     crew_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
     return Crew(rank=rank, world=world, local_world=local_world, device=device, store=crew_store, report=report)
 

@@ -1,8 +1,9 @@
 """Times many things in turns: every round measures each of them once, so that a slow moment falls on all.
 
 All ranks measure the same thing at the same time, as they will run it. A block of calls is long enough for processes
-that share cores to take turns within it; its time is the mean over the ranks. Time that other people's processes took
-from ours meanwhile is left out, as far as it can be told.
+that share cores to take turns within it, and its time is the mean over the ranks; of devices that have no such turns it
+is that of the slowest, for which all others wait. Time that other people's processes took from ours meanwhile is left
+out, as far as it can be told.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def _block(probe: Probe, calls: int, crew: Crew, machines: Sequence[str]) -> Blo
     here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[crew.rank]]
     had = shares(before, after, sum(here))
     disturbed, lost = map(statistics.fmean, zip(*crew.gather([had.disturbed, had.lost]), strict=True))
-    if crew.device.type != "cpu":
-        disturbed = lost = 0.0
-    ours = 1 - lost if probe.by_wall_clock else 1.0
     taking_part = [parts for parts, _ in everyone if parts]
+    if crew.device.type != "cpu":
+        return Block(tuple(part / calls for part in max(taking_part, key=sum)))
+    ours = 1 - lost if probe.by_wall_clock else 1.0
     return Block(
         tuple(statistics.fmean(part) / calls * ours for part in zip(*taking_part, strict=True)),
         disturbed,

@@ -11,7 +11,10 @@ from galvatron.errors import InvalidInput
 from galvatron.runtime.meeting import meet
 from galvatron.virtual import be_virtual, virtual_devices
 
-__all__ = ["cap_memory", "join", "own_device", "workspace_bytes"]
+__all__ = ["cap_memory", "claim_device", "join", "own_device", "workspace_bytes"]
+
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Its settings in the environment, by their name and their old name."""
 
 
 def join() -> None:
@@ -22,15 +25,27 @@ def join() -> None:
         raise InvalidInput(
             "no process group: start the program with torchrun, or call torch.distributed.init_process_group first"
         )
-    if torch.cuda.is_available():
-        device = own_device()
-        be_virtual(int(os.environ["RANK"]))
-        torch.cuda.set_device(device)
-        store, rank, world = meet()
+    device = claim_device(int(os.environ["RANK"]))
+    store, rank, world = meet()
+    if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     else:
-        store, rank, world = meet()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def claim_device(rank: int) -> torch.device:
+    """This process's device, made ready: call it before anything uses CUDA.
+
+    The allocator is told to let its segments grow (unless the user has told it something). Else it holds up to half as
+    much again as there are tensors where layers are sharded, and a plan that fits may run out of memory.
+    """
+    device = own_device()
+    if device.type == "cuda":
+        be_virtual(rank)
+        if not any(name in os.environ for name in _ALLOCATOR):
+            os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+        torch.cuda.set_device(device)
+    return device
 
 
 def own_device() -> torch.device:
