@@ -17,7 +17,7 @@ from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import DeviceFacts, DeviceProbe
 from galvatron.profiler.messages import USUAL, sizes_for
 from galvatron.profiler.rounds import Probe
-from galvatron.profiler.stopwatch import seconds_of
+from galvatron.profiler.stopwatch import Parts, seconds_of
 from galvatron.runtime.world import workspace_bytes
 from galvatron.virtual import virtual_devices
 
@@ -27,6 +27,8 @@ _TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
 _PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements that are summed over all devices while computing; fewer over slow links."""
+_BESIDE_S = {"cpu": 0.0, "cuda": 0.1}
+"""Least computing beside communication: long beside the start of either."""
 _TINY = 32
 
 
@@ -87,7 +89,11 @@ def _computing(work: Callable[[], object], crew: Crew) -> Probe:
 
 def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
     """For work that waits for others in between."""
-    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device), by_wall_clock=True)
+    return _together(_once(work), crew)
+
+
+def _together(parts: Parts, crew: Crew) -> Probe:
+    return Probe(lambda calls: seconds_of(calls, parts, crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
@@ -161,11 +167,11 @@ def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     computations = sums = 1
     lasting = crew.gather([_seconds(compute, crew), _seconds(lambda: finish(communicate()), crew)])
     compute_s, communicate_s = (max(each) for each in zip(*lasting, strict=True))
-    computations = max(1, round(communicate_s / compute_s / 2))
+    computations = max(1, round(max(communicate_s / 2, _BESIDE_S[kind]) / compute_s))
     sums = max(1, math.ceil(2 * computations * compute_s / communicate_s))
     yield DeviceProbe.COMPUTE, _waiting(compute, crew)
     yield DeviceProbe.COMMUNICATE, _waiting(lambda: finish(communicate()), crew)
-    yield DeviceProbe.OVERLAP, Probe(lambda calls: seconds_of(calls, both, crew.device), by_wall_clock=True)
+    yield DeviceProbe.OVERLAP, _together(both, crew)
 
 
 def _seconds(work: Callable[[], object], crew: Crew) -> float:

@@ -71,7 +71,7 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
         run()
         mark()
 
-    return Probe(lambda calls: seconds_of(calls, once, crew.device), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
@@ -89,7 +89,7 @@ def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
         mark()
 
     def run(calls: int) -> tuple[float, ...]:
-        seconds = seconds_of(calls, once, crew.device) if taking_part else ()
+        seconds = seconds_of(calls, once, crew.device, lead_in=True) if taking_part else ()
         return () if sends else seconds
 
     return Probe(run, by_wall_clock=True)
