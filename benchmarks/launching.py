@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from galvatron.environment import unset
+
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float) -> int:
     """Run ``script`` once a rank; when one fails, or time is up, all are stopped. The first bad status, or 0."""
@@ -27,7 +29,7 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float)
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(script), *arguments]
-        processes.append(subprocess.Popen(command, env={**os.environ, **own}))
+        processes.append(subprocess.Popen(command, env={**os.environ, **unset(), **own}))
     return _wait(processes, timeout_s)
 
 

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
 
+from galvatron.environment import unset
+
 __all__ = ["Outcome", "RankJob", "Zygote", "run_ranks"]
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -62,6 +64,7 @@ class Zygote:
         # Torch would otherwise ask CUDA, not the driver's library, whether there is a GPU.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.update(unset())
         os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler, which counts memory on CPUs, would announce itself
         self._process = _SPAWN.Process(target=_serve, args=(prepare, there))
         self._process.start()

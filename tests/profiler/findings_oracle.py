@@ -12,6 +12,7 @@ from galvatron.profiler.findings import (
     DeviceProbe,
     GroupProbe,
     TransferProbe,
+    WaitProbe,
 )
 from galvatron.spec import Collective
 
@@ -27,6 +28,8 @@ class Truth:
     rings: dict[int, float] = field(default_factory=lambda: {1: 1e9, 2: 1e9, 4: 1e9})
     """Bytes a second along each stride; a ring is as fast as the slowest stride it takes."""
     latency_s: float = 2e-4
+    wait_s: float = 3e-4
+    """For each other, who come from computing."""
     transfers: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Bytes a second beside others and alone, by stride."""
     scatter_factor: float = 3.0
@@ -47,6 +50,9 @@ class Truth:
             factor = {Collective.ALL_GATHER: 1, Collective.ALL_REDUCE: 2, Collective.REDUCE_SCATTER: 1}
             slow = self.scatter_factor if probe.collective is Collective.REDUCE_SCATTER else 1
             return factor[probe.collective] * once * slow
+        if isinstance(probe, WaitProbe):
+            sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
+            return self.seconds(DeviceProbe.SHORT) + self.wait_s + self.seconds(sums)
         if isinstance(probe, TransferProbe):
             together, alone = self.transfers.get(probe.stride, (5e8, 5e8))
             return probe.message_bytes / (alone if probe.alone else together) + 1e-4
@@ -56,6 +62,7 @@ class Truth:
             DeviceProbe.ALONE: 1e9 / self.fp32_flops_per_s,
             DeviceProbe.OVERHEAD: 3e-4,
             DeviceProbe.OPTIMIZER: 28 * 1000 / 5e9,
+            DeviceProbe.SHORT: 0.002,
             DeviceProbe.COMPUTE: 0.004,
             DeviceProbe.COMMUNICATE: 0.008,
         }[probe]
@@ -75,6 +82,7 @@ def findings(truth: Truth) -> ClusterFindings:
     probes: list[ClusterProbe] = list(DeviceProbe)
     for ranks in sorted(groups):
         probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in Collective for size in SIZES]
+        probes.append(WaitProbe(ranks=ranks, message_bytes=SIZES[1]))
     for stride in strides:
         for alone in (False, True):
             probes += [TransferProbe(stride=stride, alone=alone, message_bytes=size) for size in SIZES]

@@ -12,7 +12,14 @@ from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
 from galvatron.profiler.cluster_job import ClusterJob
 from galvatron.profiler.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
-from galvatron.profiler.findings import ClusterFindings, ClusterProbe, DeviceProbe, GroupProbe, TransferProbe
+from galvatron.profiler.findings import (
+    ClusterFindings,
+    ClusterProbe,
+    DeviceProbe,
+    GroupProbe,
+    TransferProbe,
+    WaitProbe,
+)
 from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
 from galvatron.profiler.shapes import digits_of, islands, size_of
@@ -72,7 +79,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         reserved_bytes=findings.device.reserved_bytes,
         **_slowdowns(findings),
         compute_contention=_contention(findings, readings),
-        groups=_groups(findings, lines),
+        groups=_groups(readings, lines),
         source=_source(findings, quality),
     )
 
@@ -141,11 +148,19 @@ def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
     }
 
 
-def _groups(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
+def _groups(readings: Mapping[ClusterProbe, Reading], lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
     return tuple(
-        MeasuredGroup(ranks=ranks, **_figures(ranks, lines))
-        for ranks in dict.fromkeys(probe.ranks for probe in findings.blocks if isinstance(probe, GroupProbe))
+        MeasuredGroup(ranks=probe.ranks, wait_s=_wait_s(probe, readings), **_figures(probe.ranks, lines))
+        for probe in readings
+        if isinstance(probe, WaitProbe)
     )
+
+
+def _wait_s(probe: WaitProbe, readings: Mapping[ClusterProbe, Reading]) -> float:
+    """What computing and a sum in turns take longer than each by itself."""
+    sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
+    both_s = readings[DeviceProbe.SHORT].seconds + readings[sums].seconds
+    return _rounded(max(readings[probe].seconds - both_s, 0.0))
 
 
 def _figures(ranks: tuple[int, ...], lines: Mapping[Shape, Line]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from galvatron.profiler.stopwatch import Parts, seconds_of
 from galvatron.runtime.world import workspace_bytes
 from galvatron.virtual import virtual_devices
 
-__all__ = ["device_facts", "device_name", "device_probes"]
+__all__ = ["device_facts", "device_name", "device_probes", "short_work"]
 
 _TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
 _PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -29,6 +29,8 @@ _MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements that are summed over all devices while computing; fewer over slow links."""
 _BESIDE_S = {"cpu": 0.0, "cuda": 0.1}
 """Least computing beside communication: long beside the start of either."""
+_SHORT = {"cpu": 64, "cuda": 256}
+"""Tokens of a little computing."""
 _TINY = 32
 
 
@@ -75,7 +77,14 @@ def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), crew)
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
     if crew.world > 1:
+        yield DeviceProbe.SHORT, _waiting(short_work(crew), crew)
         yield from _overlap_probes(crew)
+
+
+def short_work(crew: Crew) -> Callable[[], object]:
+    """As much computing as there is between two collectives of a split layer."""
+    kind = crew.device.type
+    return _block(kind, torch.float32, crew.device, _SHORT[kind])
 
 
 def _nothing(calls: int) -> tuple[float, ...]:

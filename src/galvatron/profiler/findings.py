@@ -8,7 +8,7 @@ from enum import StrEnum
 from galvatron.profiler.figures import Block
 from galvatron.spec import Collective
 
-__all__ = ["ClusterFindings", "ClusterProbe", "DeviceFacts", "DeviceProbe", "GroupProbe", "TransferProbe"]
+__all__ = ["ClusterFindings", "ClusterProbe", "DeviceFacts", "DeviceProbe", "GroupProbe", "TransferProbe", "WaitProbe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +16,15 @@ class GroupProbe:
     """A collective over all groups of one shape at once."""
 
     collective: Collective
+    ranks: tuple[int, ...]
+    """The group of rank 0."""
+    message_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitProbe:
+    """The computing of SHORT and then a sum, over all groups of one shape at once."""
+
     ranks: tuple[int, ...]
     """The group of rank 0."""
     message_bytes: int
@@ -41,13 +50,15 @@ class DeviceProbe(StrEnum):
     OVERHEAD = "overhead"
     """Forward of a layer with next to no work."""
     OPTIMIZER = "optimizer"
+    SHORT = "short"
+    """As much computing as there is between two collectives of a split layer."""
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
     OVERLAP = "overlap"
     """The last two at the same time, in two parts: until computing was done, and the rest."""
 
 
-ClusterProbe = GroupProbe | TransferProbe | DeviceProbe
+ClusterProbe = GroupProbe | WaitProbe | TransferProbe | DeviceProbe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from galvatron.profiler.compute import short_work
 from galvatron.profiler.crew import Crew
-from galvatron.profiler.findings import GroupProbe, TransferProbe
+from galvatron.profiler.findings import GroupProbe, TransferProbe, WaitProbe
 from galvatron.profiler.messages import Sizes, sizes_for
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.shapes import digits_of, groups_of, shapes
@@ -22,7 +23,7 @@ from galvatron.spec import Collective, Digit
 __all__ = ["link_probes"]
 
 
-def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]]:
+def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | WaitProbe | TransferProbe, Probe]]:
     """All probes of links; makes the groups they need, so every rank must take all of them."""
     sizes: dict[tuple[Digit, ...], Sizes] = {}
     for digits in shapes(crew.world):
@@ -34,6 +35,8 @@ def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]
             for size in sizes[digits]:
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
                 yield key, _collective_probe(collective, group, size, crew)
+        _, middle, _ = sizes[digits]
+        yield WaitProbe(ranks=partition[0], message_bytes=middle), _wait_probe(group, middle, crew)
     for digit in digits_of(crew.world):
         for alone in (False, True):
             for size in sizes[(digit,)]:
@@ -69,6 +72,17 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
 
     def once(mark: Callable[[], None]) -> None:
         run()
+        mark()
+
+    return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
+
+
+def _wait_probe(group: ProcessGroup, size: int, crew: Crew) -> Probe:
+    message, compute = torch.zeros(size // 4, device=crew.device), short_work(crew)
+
+    def once(mark: Callable[[], None]) -> None:
+        compute()
+        collectives.all_reduce(message, group)
         mark()
 
     return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from galvatron.environment import unset
 from galvatron.errors import GalvatronError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def measured(job: Job, progress: Progress | None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         # As torchrun does it: processes that share cores would only get into each other's way with more threads.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {**os.environ, **unset(OMP_NUM_THREADS="1")}
         with subprocess.Popen(
             [sys.executable, "-m", "galvatron.profiler", str(answer)],
             env=environment,

@@ -5,6 +5,7 @@ Everything that can be wrong with the request is found here, before any of them 
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from galvatron.environment import unset
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.plans.plan import Plan
 from galvatron.rehearsal.results import Measured, Rehearsal
@@ -78,6 +80,7 @@ def _run(job: Job) -> Measured:
         done = subprocess.run(
             [sys.executable, "-m", "galvatron.rehearsal", str(answer)],
             input=pickle.dumps(job),
+            env={**os.environ, **unset()},
             capture_output=True,
             check=False,
         )

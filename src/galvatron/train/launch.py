@@ -22,6 +22,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from galvatron.environment import unset
 from galvatron.errors import RankFailure
 from galvatron.train.run_folder import RunFolder
 
@@ -73,11 +74,10 @@ def launch(folder: RunFolder, processes: int) -> Ended:
 @contextmanager
 def _environment(processes: int) -> Iterator[None]:
     """What ranks should find set, unless the user has set it."""
-    wanted = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
-        "KINETO_LOG_LEVEL": "99",  # the profiler, which counts memory on CPUs, would announce itself
-    }
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added = unset(
+        OMP_NUM_THREADS=str(max(1, len(os.sched_getaffinity(0)) // processes)),
+        KINETO_LOG_LEVEL="99",  # the profiler, which counts memory on CPUs, would announce itself
+    )
     os.environ.update(added)
     try:
         yield
