@@ -17,9 +17,7 @@ from galvatron.cli import app
 from galvatron.errors import InvalidInput
 from galvatron.virtual import be_virtual, check_virtual, virtual_devices, virtual_gpus
 
-_CHILD = (
-    "import json, os, sys; json.dump({k: v for k, v in os.environ.items() if 'MPS' in k or 'VIRTUAL' in k}, sys.stdout)"
-)
+_CHILD = "import json, os, sys; json.dump({k: v for k, v in os.environ.items() if 'MPS' in k or 'VIRTUAL' in k or 'CONN' in k}, sys.stdout)"
 
 
 @pytest.fixture
@@ -48,6 +46,7 @@ def test_children_share_the_gpu_and_nothing_stays(driver: Path) -> None:
         pipes = Path(child["CUDA_MPS_PIPE_DIRECTORY"])
         assert pipes.is_dir()
         assert child["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12"
+        assert child["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
         assert child["GALVATRON_VIRTUAL"] == "8"
     assert driver.read_text(encoding="utf-8").splitlines() == [f"start {pipes}", f"quit {pipes}"]
     assert not pipes.parent.exists()
@@ -88,6 +87,12 @@ def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "virtual3"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_many_share_the_queues(driver: Path) -> None:
+    """MPS has some hundred; a process that asks for more than are left does not start."""
+    with virtual_gpus(48):
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "2"
 
 
 def test_without_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

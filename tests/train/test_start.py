@@ -204,6 +204,21 @@ def test_bad_input_is_said_before_any_process_starts(
     assert not RunFolder(Path("runs/latest")).plan_file.exists()
 
 
+def test_a_plan_for_more_gpus_than_there_are(
+    tmp_path: Path, plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from galvatron.cli import main
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["galvatron", "train", plan_file, "--out", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the plan is for 4, but this machine has 1 GPU; plan anew for that many (--devices 1)" in said
+    assert "--virtual 4" in said
+
+
 def test_a_run_is_not_overwritten(tmp_path: Path, plan_file: str) -> None:
     RunFolder(tmp_path / "run").begin(Plan.load(plan_file), Settings())
     with _Run(plan_file, "--out", str(tmp_path / "run")) as run:

@@ -81,7 +81,7 @@ def train(asked: Asked, screen: Screen) -> None:
         plan = _first_plan(asked, folder, screen)
         screen.plan(plan)
         _check_runnable(plan)
-        check_virtual(plan.cluster.devices)
+        _check_devices(plan.cluster.devices)
         _check_inputs(plan, asked.settings, folder)
         folder.begin(plan, asked.settings)
         _run(asked, folder, plan, screen)
@@ -210,6 +210,19 @@ def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
 
 
 # Devices
+
+
+def _check_devices(wanted: int) -> None:
+    """Refuse a plan for more GPUs than there are; so many CPU processes there always are."""
+    import torch  # takes seconds, but the data that are looked at next need it too
+
+    check_virtual(wanted)
+    gpus = torch.cuda.device_count()
+    if virtual_devices() is None and 0 < gpus < wanted:
+        raise InvalidInput(
+            f"devices: the plan is for {wanted}, but this machine has {gpus} GPU{'s' * (gpus > 1)}; plan anew for that "
+            f"many (--devices {gpus}), or let {wanted} ranks share the first one (--virtual {wanted})"
+        )
 
 
 def _devices_here() -> int:

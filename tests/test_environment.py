@@ -1,0 +1,26 @@
+"""What ranks find set: ours, unless the user has set it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from galvatron.environment import unset
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert unset(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99") == {"MIMALLOC_PURGE_DELAY": "-1", "KINETO_LOG_LEVEL": "99"}
+    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
+    assert unset() == {}
+
+
+def test_ranks_are_launched_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from galvatron.train import launch
+
+    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    with launch._environment(4):
+        assert os.environ["MIMALLOC_PURGE_DELAY"] == "-1"
+    assert "MIMALLOC_PURGE_DELAY" not in os.environ
