@@ -26,6 +26,7 @@ __all__ = ["link_probes"]
 def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | WaitProbe | TransferProbe, Probe]]:
     """All probes of links; makes the groups they need, so every rank must take all of them."""
     sizes: dict[tuple[Digit, ...], Sizes] = {}
+    compute = short_work(crew)
     for digits in shapes(crew.world):
         partition = groups_of(crew.world, digits)
         own = next(ranks for ranks in partition if crew.rank in ranks)
@@ -36,7 +37,7 @@ def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | WaitProbe | TransferP
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
                 yield key, _collective_probe(collective, group, size, crew)
         _, middle, _ = sizes[digits]
-        yield WaitProbe(ranks=partition[0], message_bytes=middle), _wait_probe(group, middle, crew)
+        yield WaitProbe(ranks=partition[0], message_bytes=middle), _wait_probe(compute, group, middle, crew)
     for digit in digits_of(crew.world):
         for alone in (False, True):
             for size in sizes[(digit,)]:
@@ -77,8 +78,8 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
     return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
 
 
-def _wait_probe(group: ProcessGroup, size: int, crew: Crew) -> Probe:
-    message, compute = torch.zeros(size // 4, device=crew.device), short_work(crew)
+def _wait_probe(compute: Callable[[], object], group: ProcessGroup, size: int, crew: Crew) -> Probe:
+    message = torch.zeros(size // 4, device=crew.device)
 
     def once(mark: Callable[[], None]) -> None:
         compute()
