@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from findings_oracle import Truth, findings
+from findings_oracle import SIZES, Truth, findings
 
 from galvatron.errors import InvalidInput
 from galvatron.profiler import clusters
 from galvatron.profiler.clusters import cluster_of, profile_cluster
+from galvatron.profiler.figures import Block
+from galvatron.profiler.findings import GroupProbe, TransferProbe
 from galvatron.profiler.shapes import digits_of, groups_of, shapes
 from galvatron.spec import Collective, Digit, Strategy
 from galvatron.spec.strategy import Kind
@@ -50,6 +53,17 @@ def test_gpus_have_a_slowdown_of_each_kind() -> None:
     cluster = cluster_of(findings(truth))
     assert cluster.overlap_slowdown == pytest.approx(1.4, rel=ROUGHLY)
     assert cluster.communication_slowdown == pytest.approx(1.05, rel=ROUGHLY)
+
+
+def test_no_link_is_free() -> None:
+    """Where noise has larger messages take no longer than small ones, their bytes still take time."""
+    found = findings(Truth())
+    noise = {probe: [Block((0.004,))] * 3 for probe in found.blocks if isinstance(probe, GroupProbe | TransferProbe)}
+    cluster = cluster_of(replace(found, blocks={**found.blocks, **noise}))
+    pair = Strategy.parse("dp2-tp2").digits(Kind.DP)
+    link = cluster.link(pair, Collective.ALL_GATHER)
+    assert link.bytes_per_s == pytest.approx(SIZES[-1] / 2 / 0.004, rel=ROUGHLY)
+    assert link.latency_s == pytest.approx(0.004, rel=ROUGHLY)
 
 
 def test_equal_links_are_one_level() -> None:

@@ -6,7 +6,7 @@ Needs no torch in the caller's process; the ranks that measure are processes of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
@@ -99,7 +99,14 @@ def _lines(readings: Mapping[ClusterProbe, Reading]) -> dict[Shape, Line]:
             points.setdefault((probe.collective, probe.ranks), []).append((probe.message_bytes, reading.seconds))
         elif isinstance(probe, TransferProbe):
             points.setdefault((probe.stride, probe.alone), []).append((probe.message_bytes, reading.seconds))
-    return {shape: fit_line(known) for shape, known in points.items()}
+    return {shape: _link_line(known) for shape, known in points.items()}
+
+
+def _link_line(points: Sequence[tuple[float, float]]) -> Line:
+    """No link is free: where noise hides what larger messages take longer, they take all of their time for their
+    bytes, besides the latency: at most twice too much, never nothing."""
+    line, (message_bytes, seconds) = fit_line(points), max(points)
+    return line if line.slope > 0 else Line(line.fixed, seconds / message_bytes)
 
 
 def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading]) -> Device:
