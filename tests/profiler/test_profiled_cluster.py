@@ -12,7 +12,7 @@ from galvatron.errors import InvalidInput
 from galvatron.profiler import clusters
 from galvatron.profiler.clusters import cluster_of, profile_cluster
 from galvatron.profiler.figures import Block
-from galvatron.profiler.findings import GroupProbe, TransferProbe
+from galvatron.profiler.findings import ClusterProbe, GroupProbe, TransferProbe
 from galvatron.profiler.shapes import digits_of, groups_of, shapes
 from galvatron.spec import Collective, Digit, Strategy
 from galvatron.spec.strategy import Kind
@@ -58,7 +58,9 @@ def test_gpus_have_a_slowdown_of_each_kind() -> None:
 def test_no_link_is_free() -> None:
     """Where noise has larger messages take no longer than small ones, their bytes still take time."""
     found = findings(Truth())
-    noise = {probe: [Block((0.004,))] * 3 for probe in found.blocks if isinstance(probe, GroupProbe | TransferProbe)}
+    noise: dict[ClusterProbe, list[Block]] = {
+        probe: [Block((0.004,))] * 3 for probe in found.blocks if isinstance(probe, GroupProbe | TransferProbe)
+    }
     cluster = cluster_of(replace(found, blocks={**found.blocks, **noise}))
     pair = Strategy.parse("dp2-tp2").digits(Kind.DP)
     link = cluster.link(pair, Collective.ALL_GATHER)
