@@ -10,7 +10,8 @@ from galvatron.environment import unset
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
+    for name in ("MIMALLOC_PURGE_DELAY", "KINETO_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert unset(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99") == {"MIMALLOC_PURGE_DELAY": "-1", "KINETO_LOG_LEVEL": "99"}
     monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
