@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import galvatron
 from galvatron import InvalidInput, Plan, PlanMismatch
 from galvatron.plans.explain import request_of
+from galvatron.plans.plan import FORMAT_VERSION
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,12 @@ def test_sequences_that_cannot_be_divided_are_refused(folder: Path) -> None:
             Plan.load(broken)
     good = _write(folder, _edited(plan, "stages", 0, "layers", 1, "strategy", value="tp8+rc"))
     assert Plan.load(good).stages[0].strategies[1].recompute
+
+
+def test_the_docs_name_this_version() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
+    assert f"One JSON file, version {FORMAT_VERSION}," in text
+    assert f"| `version` | {FORMAT_VERSION};" in text
 
 
 def test_other_versions_and_digests_are_mismatches(plan: Plan, folder: Path) -> None:
