@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train", "paper")
+_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train", "paper", "zoo")
 for folder in (
     _HERE.parent / "benchmarks",
     _HERE.parent / "benchmarks" / "paper",
