@@ -49,8 +49,10 @@ class Run:
 
     @property
     def iteration_s(self) -> float:
-        quiet = sorted(self.iterations, key=lambda one: one.disturbed)
-        return statistics.median(one.ours_s for one in quiet[: max(3, len(quiet) // 2)])
+        """The median of the least disturbed half, and of all that are no more disturbed: of all where none was."""
+        quiet = sorted(one.disturbed for one in self.iterations)
+        limit = quiet[max(3, len(quiet) // 2) - 1]
+        return statistics.median(one.ours_s for one in self.iterations if one.disturbed <= limit)
 
 
 def run_on_gpus(plans: Mapping[str, Plan], rounds: int, steps: int, output: Path, progress: Progress) -> dict[str, Run]:
