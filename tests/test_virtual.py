@@ -79,7 +79,7 @@ def test_none_changes_nothing() -> None:
 
 
 def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS"):
         monkeypatch.setenv(name, "as the user has it")
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "as the user has it"  # no virtual GPUs: none of our business
@@ -87,6 +87,7 @@ def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "virtual3"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_MAX_NCHANNELS"] == "1"
 
 
 def test_many_share_the_queues(driver: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from galvatron.heap import settle
 from galvatron.plans.plan import Plan
 
 __all__ = ["MeasureJob", "Measured", "prepare"]
@@ -76,7 +76,7 @@ class MeasureJob:
         from galvatron.runtime.world import workspace_bytes
 
         step = self._program(device)
-        gc.collect()
+        settle()
         workspaces = workspace_bytes(device)
         torch.cuda.empty_cache()  # of the whole model that stock programs start from
         torch.cuda.reset_peak_memory_stats(device)
@@ -101,6 +101,7 @@ class MeasureJob:
             step()
             with meter.phase("iteration"):
                 step()
+        settle()
         peak = meter.phases["iteration"].peak
         if peak > self.tensor_bytes:
             raise torch.OutOfMemoryError(f"out of memory: {peak} bytes of tensors, {self.tensor_bytes} allowed")

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from galvatron.environment import unset
+from galvatron.heap import settle
 
 __all__ = ["Outcome", "RankJob", "Zygote", "run_ranks"]
 
@@ -90,6 +91,7 @@ def _serve(prepare: Callable[[], None], pipe: Connection) -> None:
     """In the zygote, until whoever started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
+    settle()
     context = _FORK if _can_fork() else _SPAWN
     while True:
         try:

@@ -84,7 +84,10 @@ def be_virtual(rank: int) -> None:
     them while it waits for the GPU. The cores carry the messages here, and a thread that waits would else take one."""
     if virtual_devices() is None:
         return
-    os.environ.update(NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    # One channel: more do not make sockets faster, but take multiprocessors from computing.
+    os.environ.update(
+        NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1"
+    )
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no GPU, as whoever uses it will say

@@ -29,6 +29,8 @@ _MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements that are summed over all devices while computing; fewer over slow links."""
 _BESIDE_S = {"cpu": 0.0, "cuda": 0.1}
 """Least computing beside communication: long beside the start of either."""
+_ROWS, _HEADS = {"cpu": (1, 32), "cuda": (2, 512)}, 16
+"""Sequences, and tokens of each, that are computed beside communication, and heads of attention."""
 _SHORT = {"cpu": 64, "cuda": 256}
 """Tokens of a little computing."""
 _TINY = 32
@@ -134,6 +136,14 @@ def _shapes(hidden: int) -> tuple[tuple[int, int], ...]:
     return (hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)
 
 
+def _layer_both_ways(kind: str, device: torch.device) -> Callable[[], object]:
+    """Forward and backward of a layer with all that it consists of: communication slows small kernels, too."""
+    hidden = _HIDDEN[kind]
+    layer = nn.TransformerEncoderLayer(hidden, _HEADS, 4 * hidden, dropout=0.0, batch_first=True, device=device)
+    given = torch.randn(*_ROWS[kind], hidden, device=device, requires_grad=True)
+    return lambda: torch.autograd.backward(layer(given).sum())
+
+
 def _tiny_layer(device: torch.device) -> Callable[[], object]:
     layer = nn.TransformerEncoderLayer(_TINY, 2, _TINY, dropout=0.0, batch_first=True, device=device)
     given = torch.randn(1, 2, _TINY, device=device)
@@ -150,7 +160,7 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
 def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     """Sums over all devices and computing that takes about half as long; each alone, then both."""
     kind = crew.device.type
-    work = _block(kind, torch.float32, crew.device, tokens=_TOKENS[kind] // 8)
+    work = _layer_both_ways(kind, crew.device)
     largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=crew.device)), crew)[-1]
     message = torch.zeros(_MESSAGE[kind] * largest // USUAL[kind][-1], device=crew.device)
 

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from galvatron.errors import GalvatronError, InvalidInput
+from galvatron.heap import settle
 from galvatron.profiler.crew import Crew, Report
 from galvatron.profiler.processes import PROGRESS, Job, Progress
 from galvatron.runtime.meeting import meet
@@ -49,6 +50,7 @@ def run_all(job: Job, answer: Path) -> None:
         _leave(answer, InvalidInput(f"devices: {world} given, but this machine has {gpus} GPUs; give at most that"))
         return
     job.prepare()
+    settle()
     # A process that has used CUDA cannot be forked, and counting its devices may count as use.
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     with socket.socket() as free:
@@ -94,6 +96,7 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        settle()
         pipe.send((True, job.measure(_crew(_told if rank == 0 else _silent))))
     except GalvatronError as error:
         pipe.send((False, error))

@@ -13,6 +13,7 @@ from galvatron.checkpoints.checkpoints import Checkpoints
 from galvatron.data.loader import Loader, Position
 from galvatron.data.opening import open_data
 from galvatron.errors import GalvatronError, NonFinite, OutOfMemory
+from galvatron.heap import settle
 from galvatron.plans.plan import Plan
 from galvatron.runtime.checks import check_world
 from galvatron.runtime.failures import is_symptom, report_failures
@@ -59,6 +60,7 @@ def train_rank(path: Path) -> None:
     loop: Loop | None = None
     try:
         loop = _prepared(folder, plan, settings, device, stop, watch)
+        settle()
         outcome = loop.run()
         _finish(folder, plan, loop, outcome)
     except BaseException as error:
