@@ -13,8 +13,8 @@ import galvatron
 
 PACKAGE = Path(galvatron.__file__).parent
 LAYERS = [
-    "errors", "units", "environment", "heap", "virtual", "spec", "space", "cost", "search", "zoo", "plans", "models",
-    "runtime", "rehearsal", "profiler", "data", "checkpoints", "train", "api", "cli",
+    "errors", "units", "environment", "heap", "pacing", "virtual", "spec", "space", "cost", "search", "zoo", "plans",
+    "models", "runtime", "rehearsal", "profiler", "data", "checkpoints", "train", "api", "cli",
 ]  # fmt: skip
 """A module imports only from layers before its own (or its own)."""
 

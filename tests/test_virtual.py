@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from galvatron.cli import app
 from galvatron.errors import InvalidInput
-from galvatron.virtual import be_virtual, check_virtual, virtual_devices, virtual_gpus
+from galvatron.virtual import _pace_links, be_virtual, check_virtual, virtual_devices, virtual_gpus
 
 _CHILD = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
@@ -79,15 +79,21 @@ def test_none_changes_nothing() -> None:
 
 
 def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    paced: list[int] = []
+    monkeypatch.setattr("galvatron.virtual.pace_connections", paced.append)
+    _pace_links.cache_clear()
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS"):
         monkeypatch.setenv(name, "as the user has it")
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "as the user has it"  # no virtual GPUs: none of our business
+    assert not paced
     monkeypatch.setenv("GALVATRON_VIRTUAL", "4")
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "virtual3"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_MAX_NCHANNELS"] == "1"
+    be_virtual(3)
+    assert len(paced) == 1  # and not twice
 
 
 def test_many_share_the_queues(driver: Path) -> None:

@@ -14,9 +14,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from galvatron.errors import GalvatronError, InvalidInput
+from galvatron.pacing import pace_connections
 
 __all__ = ["be_virtual", "check_virtual", "virtual_devices", "virtual_gpus"]
 
@@ -31,6 +33,8 @@ _CONNECTIONS = 96
 """Queues from processes to the GPU that MPS has to give away, with some to spare."""
 _ENOUGH_CONNECTIONS = 8
 """For one process: what CUDA gives it without MPS."""
+_LINK_BYTES_PER_S = 2_000_000_000
+"""What each group of a rank may send: two cores a rank can do a little more."""
 _BLOCKING_SYNC = 4
 """CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
 
@@ -80,10 +84,12 @@ def check_virtual(devices: int) -> None:
 
 
 def be_virtual(rank: int) -> None:
-    """On a rank, before it uses CUDA: to be told from the others on its GPU, to reach them, and to leave the cores to
-    them while it waits for the GPU. The cores carry the messages here, and a thread that waits would else take one."""
+    """On a rank, before it uses CUDA: to be told from the others on its GPU, to reach them through links of one speed,
+    and to leave the cores to them while it waits for the GPU. The cores carry the messages here, and a thread that
+    waits would else take one."""
     if virtual_devices() is None:
         return
+    _pace_links()
     # One channel: more do not make sockets faster, but take multiprocessors from computing.
     os.environ.update(
         NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1"
@@ -97,6 +103,11 @@ def be_virtual(rank: int) -> None:
     status = status or driver.cuDevicePrimaryCtxSetFlags_v2(device, _BLOCKING_SYNC)
     if status:
         raise GalvatronError(f"virtual: rank {rank} cannot use the GPU through CUDA MPS: error {status} of the driver")
+
+
+@cache
+def _pace_links() -> None:
+    pace_connections(_LINK_BYTES_PER_S)
 
 
 def _check(devices: int) -> None:

@@ -62,12 +62,17 @@ def test_reasons_name_a_strategy_that_is_faster_alone(request_: Request) -> None
     assert given_up[0] < given_up[1]
 
 
-def test_the_smallest_budget_is_the_smallest(request_: Request) -> None:
+@pytest.mark.parametrize("fragmentation", [0.0, 0.02])
+def test_the_smallest_budget_is_the_smallest(request_: Request, fragmentation: float) -> None:
+    cluster = replace(request_.cluster, fragmentation=fragmentation)
+    request_ = replace(request_, cluster=cluster)
     found = smallest_budget(replace(request_, memory_bytes=2 * GIB))
     assert found is not None
     least, batch = found
     assert batch == 32
-    assert try_plan(replace(request_, memory_bytes=least)) is not None
+    plan = try_plan(replace(request_, memory_bytes=least))
+    assert plan is not None
+    assert plan.memory_bytes - cluster.reserved_bytes <= (least - cluster.reserved_bytes) * (1 - fragmentation)
     assert try_plan(replace(request_, memory_bytes=least - 1)) is None
 
 

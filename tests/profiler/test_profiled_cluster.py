@@ -55,6 +55,11 @@ def test_gpus_have_a_slowdown_of_each_kind() -> None:
     assert cluster.communication_slowdown == pytest.approx(1.05, rel=ROUGHLY)
 
 
+@pytest.mark.parametrize(("backend", "fragmentation"), [("nccl", 0.02), ("gloo", 0.0)])
+def test_a_gpu_has_an_allocator_that_loses_some(backend: str, fragmentation: float) -> None:
+    assert cluster_of(findings(Truth(backend=backend))).fragmentation == fragmentation
+
+
 def test_no_link_is_free() -> None:
     """Where noise has larger messages take no longer than small ones, their bytes still take time."""
     found = findings(Truth())

@@ -236,3 +236,11 @@ def test_a_device_without_bf16_says_so() -> None:
     with pytest.raises(InvalidInput, match="no bf16"):
         device.flops_per_s(Precision.BF16)
     assert replace(device, bf16_flops_per_s=2e9).flops_per_s(Precision.BF16) == 2e9
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**10), st.floats(0, 0.5))
+def test_the_least_budget_is_just_enough(tensors: int, reserved: int, fragmentation: float) -> None:
+    some = replace(cluster(), reserved_bytes=reserved, fragmentation=fragmentation)
+    budget = some.least_budget(tensors)
+    assert some.tensor_bytes(budget) >= tensors
+    assert some.tensor_bytes(budget - 2) < tensors or not tensors

@@ -273,6 +273,7 @@ clusters = st.builds(
     ).map(tuple),
     reserved_bytes=st.integers(0, 2**30 - 1),
     overlap_slowdown=st.floats(1, 4),
+    fragmentation=st.floats(0, 0.5),
     source=st.text(st.characters(exclude_categories=["C", "Z"]) | st.sampled_from(' \n"\\'), max_size=200),
 )
 
@@ -288,6 +289,7 @@ def test_figures_are_written_as_people_write_them(tmp_path: Path) -> None:
     assert tomllib.loads(written) == tomllib.loads(VALID.replace("100Gb/s", "12.5GB/s")) | {
         "source": "",
         "compute_contention": 1.0,
+        "fragmentation": 0.0,
     }
 
 

@@ -30,7 +30,7 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
     if batch is None:
         return None
     least = least_budget(replace(request.problem(), batches=(batch,)))
-    return None if least is None else (least + request.cluster.reserved_bytes, batch)
+    return None if least is None else (request.cluster.least_budget(least), batch)
 
 
 def _explained(request: Request) -> GalvatronError:

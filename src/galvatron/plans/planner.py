@@ -109,7 +109,7 @@ class Request:
             cost=CostModel(model=self.model, cluster=self.cluster, conventions=self.conventions, profile=self.profile),
             space=space_named(self.space, self.effective_switches),
             schedule=self.schedule,
-            budget=self.budget_bytes - self.cluster.reserved_bytes,
+            budget=self.cluster.tensor_bytes(self.budget_bytes),
             batches=self.batches,
             max_micro_batches=self.max_micro_batches,
             cuts=self.cuts,

@@ -91,8 +91,9 @@ def links_view(cluster: Cluster) -> RenderableType:
     slowdown = f"{cluster.overlap_slowdown:g}"
     if cluster.communication_slowdown is not None:
         slowdown += f" (of communication {cluster.communication_slowdown:g})"
+    lost = f", {cluster.fragmentation:g} of the rest lost between tensors" if cluster.fragmentation else ""
     reserved = (
-        f"{format_bytes(cluster.reserved_bytes)} reserved a process, overlap slowdown {slowdown}, "
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process{lost}, overlap slowdown {slowdown}, "
         f"contention {cluster.compute_contention:g}"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))

@@ -117,6 +117,8 @@ class Cluster:
     """Innermost first; empty for a single device."""
     reserved_bytes: int
     """Memory a process needs besides tensors: context, communication buffers, workspace."""
+    fragmentation: float = 0.0
+    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds."""
     overlap_slowdown: float = 1.0
     """Factor by which communication slows computation down while they overlap, and computation communication where
     that has no factor of its own (paper: 1.3)."""
@@ -133,6 +135,15 @@ class Cluster:
     @cached_property
     def devices(self) -> int:
         return math.prod(level.units for level in self.levels)
+
+    def tensor_bytes(self, budget_bytes: int) -> int:
+        """What tensors can have of a device's budget."""
+        return int((budget_bytes - self.reserved_bytes) * (1 - self.fragmentation))
+
+    def least_budget(self, tensor_bytes: int) -> int:
+        """The least budget in which tensors can have so much."""
+        budget = self.reserved_bytes + math.ceil(tensor_bytes / (1 - self.fragmentation))
+        return budget if self.tensor_bytes(budget) >= tensor_bytes else budget + 1
 
     @cached_property
     def has_uneven_links(self) -> bool:

@@ -90,6 +90,12 @@ _CLUSTER = Table(
         Entry("source", "source", text(shortest=0, longest=4000, lines=True), "where the figures come from"),
         Entry("reserved", "reserved_bytes", size("0B"), "memory a process needs besides tensors, such as 1GiB"),
         Entry(
+            "fragmentation",
+            "fragmentation",
+            number(0, 0.5),
+            "part of the other memory that is lost between tensors, such as 0.02",
+        ),
+        Entry(
             "overlap_slowdown",
             "overlap_slowdown",
             number(1, 4),
