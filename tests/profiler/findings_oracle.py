@@ -37,7 +37,6 @@ class Truth:
     fp32_flops_per_s: float = 1e12
     contention: float = 1.0
     overlap_slowdown: float = 1.25
-    communication_slowdown: float = 1.25
     backend: str = "gloo"
 
     def ring(self, ranks: tuple[int, ...]) -> float:
@@ -64,16 +63,9 @@ class Truth:
             DeviceProbe.OPTIMIZER: 28 * 1000 / 5e9,
             DeviceProbe.SHORT: 0.002,
             DeviceProbe.COMPUTE: 0.004,
-            DeviceProbe.COMMUNICATE: 0.008,
+            DeviceProbe.COMMUNICATE: 0.005,
+            DeviceProbe.OVERLAP: 0.005 + (self.overlap_slowdown - 1) * 0.004,
         }[probe]
-
-    def parts(self, probe: ClusterProbe) -> tuple[float, ...]:
-        """While both run each is as much slower as its factor says; then the rest of the communication runs alone."""
-        if probe is not DeviceProbe.OVERLAP:
-            return (self.seconds(probe),)
-        computing = self.overlap_slowdown * self.seconds(DeviceProbe.COMPUTE)
-        done = computing / self.communication_slowdown
-        return computing, self.seconds(DeviceProbe.COMMUNICATE) - done
 
 
 def findings(truth: Truth) -> ClusterFindings:
@@ -94,7 +86,7 @@ def findings(truth: Truth) -> ClusterFindings:
         ),
         backend=truth.backend,
         contention=truth.contention,
-        blocks={probe: [Block(truth.parts(probe))] * 3 for probe in probes},
+        blocks={probe: [Block((truth.seconds(probe),))] * 3 for probe in probes},
     )
 
 

@@ -38,8 +38,6 @@ _HARDLY = 1.1
 _CLEARLY = 1.5
 """Factor by which a transfer alone must be faster than beside others for their link to be a shared one."""
 _MOST_SLOWDOWN = 4.0
-_HARDLY_ANY = 0.05
-"""Part of the time that communication must go on alone for its own slowdown to be told."""
 _FASTEST, _SLOWEST = 1e15, 1e6
 """Bytes or operations a second that a cluster file can say."""
 
@@ -80,7 +78,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         levels=_levels(findings, lines),
         reserved_bytes=findings.device.reserved_bytes,
         fragmentation=_FRAGMENTATION if findings.backend == "nccl" else 0.0,
-        **_slowdowns(findings),
+        overlap_slowdown=_slowdown(readings),
         compute_contention=_contention(findings, readings),
         groups=_groups(readings, lines),
         source=_source(findings, quality),
@@ -134,28 +132,13 @@ def _contention(findings: ClusterFindings, readings: Mapping[ClusterProbe, Readi
     return _rounded(factor) if factor > _HARDLY else 1.0
 
 
-def _slowdowns(findings: ClusterFindings) -> dict[str, float]:
-    """From computing W that is done before the communication C beside it: it takes σw·W, both C + σw·W·(1 − 1/σc).
-
-    Where cores do both, W takes from C what C takes from W, and how the system shares them out varies: one factor, for
-    max + (σ − 1)·min. So too where computing lasted as long as all, against what was intended.
-    """
-    blocks = findings.blocks
-    if DeviceProbe.OVERLAP not in blocks:
-        return {}
-    alone, communicating = (
-        reading_of(blocks[probe]).seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE)
-    )
-    computing, rest = (reading_of(blocks[DeviceProbe.OVERLAP], part).seconds for part in (0, 1))
-    both = computing + rest
-    if findings.backend != "nccl" or rest < _HARDLY_ANY * both:
-        one = 1 + (both - max(alone, communicating)) / min(alone, communicating)
-        return {"overlap_slowdown": _rounded(min(max(one, 1.0), _MOST_SLOWDOWN))}
-    lost = min(max((both - communicating) / computing, 0.0), 1 - 1 / _MOST_SLOWDOWN)
-    return {
-        "overlap_slowdown": _rounded(min(max(computing / alone, 1.0), _MOST_SLOWDOWN)),
-        "communication_slowdown": _rounded(1 / (1 - lost)),
-    }
+def _slowdown(readings: Mapping[ClusterProbe, Reading]) -> float:
+    """The paper's one factor for both: together they take max + (σ − 1)·min."""
+    if DeviceProbe.OVERLAP not in readings:
+        return 1.0
+    shorter, longer = sorted(readings[probe].seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE))
+    factor = 1 + (readings[DeviceProbe.OVERLAP].seconds - longer) / shorter
+    return _rounded(min(max(factor, 1.0), _MOST_SLOWDOWN))
 
 
 def _groups(readings: Mapping[ClusterProbe, Reading], lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 
 from galvatron.profiler.crew import Crew
 from galvatron.profiler.findings import DeviceFacts, DeviceProbe
-from galvatron.profiler.messages import USUAL, sizes_for
+from galvatron.profiler.messages import sizes_for
 from galvatron.profiler.rounds import Probe
-from galvatron.profiler.stopwatch import Parts, seconds_of
+from galvatron.profiler.stopwatch import seconds_of
 from galvatron.runtime.world import workspace_bytes
 from galvatron.virtual import virtual_devices
 
@@ -25,12 +24,10 @@ __all__ = ["device_facts", "device_name", "device_probes", "short_work"]
 
 _TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
 _PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
-_MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Elements that are summed over all devices while computing; fewer over slow links."""
-_BESIDE_S = {"cpu": 0.0, "cuda": 0.1}
-"""Least computing beside communication: long beside the start of either."""
-_ROWS, _HEADS = {"cpu": (1, 32), "cuda": (2, 512)}, 16
+_ROWS, _HEADS = {"cpu": (4, 32), "cuda": (2, 512)}, 16
 """Sequences, and tokens of each, that are computed beside communication, and heads of attention."""
+_TURNS = 4
+"""Of computing beside communication."""
 _SHORT = {"cpu": 64, "cuda": 256}
 """Tokens of a little computing."""
 _TINY = 32
@@ -100,11 +97,7 @@ def _computing(work: Callable[[], object], crew: Crew) -> Probe:
 
 def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
     """For work that waits for others in between."""
-    return _together(_once(work), crew)
-
-
-def _together(parts: Parts, crew: Crew) -> Probe:
-    return Probe(lambda calls: seconds_of(calls, parts, crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
@@ -136,11 +129,11 @@ def _shapes(hidden: int) -> tuple[tuple[int, int], ...]:
     return (hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)
 
 
-def _layer_both_ways(kind: str, device: torch.device) -> Callable[[], object]:
+def _layer_both_ways(device: torch.device) -> Callable[[], object]:
     """Forward and backward of a layer with all that it consists of: communication slows small kernels, too."""
-    hidden = _HIDDEN[kind]
+    hidden = _HIDDEN[device.type]
     layer = nn.TransformerEncoderLayer(hidden, _HEADS, 4 * hidden, dropout=0.0, batch_first=True, device=device)
-    given = torch.randn(*_ROWS[kind], hidden, device=device, requires_grad=True)
+    given = torch.randn(*_ROWS[device.type], hidden, device=device, requires_grad=True)
     return lambda: torch.autograd.backward(layer(given).sum())
 
 
@@ -158,39 +151,43 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
 
 
 def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
-    """Sums over all devices and computing that takes about half as long; each alone, then both."""
-    kind = crew.device.type
-    work = _layer_both_ways(kind, crew.device)
+    """Layers, and sums over all devices that take about as long: each by itself, then at once, in turns that wait for
+    both, as training does from layer to layer."""
+    layer = _layer_both_ways(crew.device)
     largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=crew.device)), crew)[-1]
-    message = torch.zeros(_MESSAGE[kind] * largest // USUAL[kind][-1], device=crew.device)
+    message = torch.zeros(largest // 4, device=crew.device)
+    lasting = crew.gather([_seconds(layer, crew), _seconds(lambda: dist.all_reduce(message), crew)])
+    layer_s, sum_s = (max(each) for each in zip(*lasting, strict=True))
+    layers, sums = max(1, round(sum_s / layer_s)), max(1, round(layer_s / sum_s))
 
     def compute() -> None:
-        for _ in range(computations):
-            work()
+        for _ in range(layers):
+            layer()
 
-    def communicate() -> list[dist.Work | None]:
+    def begin_sums() -> list[dist.Work | None]:
         return [dist.all_reduce(message, async_op=True) for _ in range(sums)]
 
-    def finish(started: list[dist.Work | None]) -> None:
-        for each in started:
+    def end_sums(begun: list[dist.Work | None]) -> None:
+        for each in begun:
             assert each is not None
             each.wait()
 
-    def both(mark: Callable[[], None]) -> None:
-        started = communicate()
+    def both() -> None:
+        begun = begin_sums()
         compute()
-        mark()
-        finish(started)
-        mark()
+        end_sums(begun)
 
-    computations = sums = 1
-    lasting = crew.gather([_seconds(compute, crew), _seconds(lambda: finish(communicate()), crew)])
-    compute_s, communicate_s = (max(each) for each in zip(*lasting, strict=True))
-    computations = max(1, round(max(communicate_s / 2, _BESIDE_S[kind]) / compute_s))
-    sums = max(1, math.ceil(2 * computations * compute_s / communicate_s))
-    yield DeviceProbe.COMPUTE, _waiting(compute, crew)
-    yield DeviceProbe.COMMUNICATE, _waiting(lambda: finish(communicate()), crew)
-    yield DeviceProbe.OVERLAP, _together(both, crew)
+    yield DeviceProbe.COMPUTE, _waiting(_in_turns(compute), crew)
+    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: end_sums(begin_sums())), crew)
+    yield DeviceProbe.OVERLAP, _waiting(_in_turns(both), crew)
+
+
+def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(_TURNS):
+            turn()
+
+    return work
 
 
 def _seconds(work: Callable[[], object], crew: Crew) -> float:

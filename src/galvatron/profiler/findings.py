@@ -55,7 +55,7 @@ class DeviceProbe(StrEnum):
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
     OVERLAP = "overlap"
-    """The last two at the same time, in two parts: until computing was done, and the rest."""
+    """The last two at the same time."""
 
 
 ClusterProbe = GroupProbe | WaitProbe | TransferProbe | DeviceProbe
