@@ -36,7 +36,7 @@ from rank_job import Measured, MeasureJob
 from systems import SYSTEMS, Choice, Setting, System, choose, described, system_named, without_slowdown
 from workloads import MODELS, full, tiny, tiny_cluster
 
-_TIMED_S = 20.0
+_TIMED_S = 12.0
 """What the timed iterations of a run may take."""
 _START_S = 15.0
 """What ranks take to start and to build their model, at most as a rule."""

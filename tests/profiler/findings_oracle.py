@@ -42,16 +42,20 @@ class Truth:
     def ring(self, ranks: tuple[int, ...]) -> float:
         return min(self.rings[stride] for stride in self.rings if any(rank & stride for rank in ranks))
 
-    def seconds(self, probe: ClusterProbe) -> float:
+    def parts(self, probe: ClusterProbe) -> tuple[float, ...]:
+        if not isinstance(probe, WaitProbe):
+            return (self.seconds(probe),)
+        sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
+        computing, summing = 0.002, self.seconds(sums)
+        return computing + self.wait_s + summing, computing, summing
+
+    def seconds(self, probe: GroupProbe | TransferProbe | DeviceProbe) -> float:
         if isinstance(probe, GroupProbe):
             share = (len(probe.ranks) - 1) / len(probe.ranks)
             once = share * probe.message_bytes / self.ring(probe.ranks) + self.latency_s
             factor = {Collective.ALL_GATHER: 1, Collective.ALL_REDUCE: 2, Collective.REDUCE_SCATTER: 1}
             slow = self.scatter_factor if probe.collective is Collective.REDUCE_SCATTER else 1
             return factor[probe.collective] * once * slow
-        if isinstance(probe, WaitProbe):
-            sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
-            return self.seconds(DeviceProbe.SHORT) + self.wait_s + self.seconds(sums)
         if isinstance(probe, TransferProbe):
             together, alone = self.transfers.get(probe.stride, (5e8, 5e8))
             return probe.message_bytes / (alone if probe.alone else together) + 1e-4
@@ -61,7 +65,6 @@ class Truth:
             DeviceProbe.ALONE: 1e9 / self.fp32_flops_per_s,
             DeviceProbe.OVERHEAD: 3e-4,
             DeviceProbe.OPTIMIZER: 28 * 1000 / 5e9,
-            DeviceProbe.SHORT: 0.002,
             DeviceProbe.COMPUTE: 0.004,
             DeviceProbe.COMMUNICATE: 0.005,
             DeviceProbe.OVERLAP: 0.005 + (self.overlap_slowdown - 1) * 0.004,
@@ -86,7 +89,7 @@ def findings(truth: Truth) -> ClusterFindings:
         ),
         backend=truth.backend,
         contention=truth.contention,
-        blocks={probe: [Block((truth.seconds(probe),))] * 3 for probe in probes},
+        blocks={probe: [Block(truth.parts(probe))] * 3 for probe in probes},
     )
 
 

@@ -20,7 +20,8 @@ class ClusterJob:
     devices: int | None
     rounds: int
     block_s: float = 0.06
-    """Long beside the ticks of a hundredth of a second in which the system counts processors' time."""
+    """Long beside the ticks of a hundredth of a second in which the system counts processors' time. Where several
+    processes share a core, one for each of these: they take turns."""
 
     def prepare(self) -> None:
         from galvatron.profiler import compute, links  # noqa: F401
@@ -35,7 +36,8 @@ class ClusterJob:
         crew.join()
         try:
             probes: dict[ClusterProbe, Probe] = {**dict(device_probes(crew)), **dict(link_probes(crew))}
-            found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
+            block_s = self.block_s * max(1.0, crew.contention)
+            found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=block_s), crew)
             return ClusterFindings(
                 devices=crew.world,
                 per_node=crew.local_world,

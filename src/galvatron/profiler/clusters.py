@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
 from galvatron.profiler.cluster_job import ClusterJob
-from galvatron.profiler.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
+from galvatron.profiler.figures import NOISY, Block, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.profiler.findings import (
     ClusterFindings,
     ClusterProbe,
@@ -80,7 +80,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         fragmentation=_FRAGMENTATION if findings.backend == "nccl" else 0.0,
         overlap_slowdown=_slowdown(readings),
         compute_contention=_contention(findings, readings),
-        groups=_groups(readings, lines),
+        groups=_groups(findings, lines),
         source=_source(findings, quality),
     )
 
@@ -141,19 +141,18 @@ def _slowdown(readings: Mapping[ClusterProbe, Reading]) -> float:
     return _rounded(min(max(factor, 1.0), _MOST_SLOWDOWN))
 
 
-def _groups(readings: Mapping[ClusterProbe, Reading], lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
+def _groups(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
     return tuple(
-        MeasuredGroup(ranks=probe.ranks, wait_s=_wait_s(probe, readings), **_figures(probe.ranks, lines))
-        for probe in readings
+        MeasuredGroup(ranks=probe.ranks, wait_s=_wait_s(blocks), **_figures(probe.ranks, lines))
+        for probe, blocks in findings.blocks.items()
         if isinstance(probe, WaitProbe)
     )
 
 
-def _wait_s(probe: WaitProbe, readings: Mapping[ClusterProbe, Reading]) -> float:
+def _wait_s(blocks: Sequence[Block]) -> float:
     """What computing and a sum in turns take longer than each by itself."""
-    sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
-    both_s = readings[DeviceProbe.SHORT].seconds + readings[sums].seconds
-    return _rounded(max(readings[probe].seconds - both_s, 0.0))
+    both, computing, summing = (reading_of(blocks, part).seconds for part in range(3))
+    return _rounded(max(both - computing - summing, 0.0))
 
 
 def _figures(ranks: tuple[int, ...], lines: Mapping[Shape, Line]) -> dict[str, float]:

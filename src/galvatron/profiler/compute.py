@@ -76,7 +76,6 @@ def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), crew)
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
     if crew.world > 1:
-        yield DeviceProbe.SHORT, _waiting(short_work(crew), crew)
         yield from _overlap_probes(crew)
 
 

@@ -23,7 +23,8 @@ class GroupProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitProbe:
-    """The computing of SHORT and then a sum, over all groups of one shape at once."""
+    """A little computing and a sum over all groups of one shape at once, in three parts: both in turns, the computing
+    by itself, the sum by itself."""
 
     ranks: tuple[int, ...]
     """The group of rank 0."""
@@ -50,8 +51,6 @@ class DeviceProbe(StrEnum):
     OVERHEAD = "overhead"
     """Forward of a layer with next to no work."""
     OPTIMIZER = "optimizer"
-    SHORT = "short"
-    """As much computing as there is between two collectives of a split layer."""
     COMPUTE = "compute"
     COMMUNICATE = "communicate"
     OVERLAP = "overlap"

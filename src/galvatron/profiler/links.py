@@ -79,14 +79,25 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
 
 
 def _wait_probe(compute: Callable[[], object], group: ProcessGroup, size: int, crew: Crew) -> Probe:
+    """Computing and a sum in turns, then each by itself: in one block, because the machine is not the same in the
+    next."""
     message = torch.zeros(size // 4, device=crew.device)
 
-    def once(mark: Callable[[], None]) -> None:
-        compute()
+    def add() -> None:
         collectives.all_reduce(message, group)
-        mark()
 
-    return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
+    def seconds(calls: int, *works: Callable[[], object]) -> float:
+        def once(mark: Callable[[], None]) -> None:
+            for work in works:
+                work()
+            mark()
+
+        return seconds_of(calls, once, crew.device, lead_in=True)[0]
+
+    def run(calls: int) -> tuple[float, ...]:
+        return seconds(calls, compute, add), seconds(calls, compute), seconds(calls, add)
+
+    return Probe(run, by_wall_clock=True)
 
 
 def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
