@@ -11,7 +11,6 @@ import pytest
 from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
 from galvatron.spec import (
     Cluster,
-    Collective,
     Device,
     LayerSpec,
     LayerTime,
@@ -63,11 +62,9 @@ def stage(
     precision: Precision = Precision.FP32,
     degree: int = 1,
     profile: ModelProfile | None = None,
-    groups: tuple[MeasuredGroup, ...] = (),
 ) -> StageCosts:
     model = ModelSpec(name="toy", family="custom", layers=(layer,) * 4, training=Training(precision=precision))
-    cluster = replace(CLUSTER, groups=groups)
-    cost = CostModel(model=model, cluster=cluster, conventions=conventions, profile=profile)
+    cost = CostModel(model=model, cluster=CLUSTER, conventions=conventions, profile=profile)
     return cost.stage([Strategy.parse(text) for text in strategies], degree)
 
 
@@ -114,20 +111,6 @@ def test_tensor_parallel_reduces_four_times() -> None:
     steady, once = times(stage("tp4"), 8)
     assert steady == pytest.approx(8 * F / 4 + H + 8 * B / 4 + 2 * H + 4 * reduce)
     assert once == pytest.approx((10e6 + 1e6) * 28 / 28e9)
-
-
-def test_members_of_a_split_layer_wait_for_each_other() -> None:
-    """Before each of four sums, or of four scatters and six gathers (two of them for inputs, again)."""
-    group = MeasuredGroup(
-        ranks=(0, 1, 2, 3),
-        wait_s=0.5,
-        **{f"{collective}_bytes_per_s": 1e9 for collective in Collective},
-        **{f"{collective}_latency_s": 2 * LAT for collective in Collective},
-    )
-    for strategy, waits in (("tp4", 4), ("tp4+sp", 10), ("dp4", 0), ("sdp4", 0)):
-        steady, _ = times(stage(strategy), 8)
-        waiting, _ = times(stage(strategy, groups=(group,)), 8)
-        assert waiting - steady == pytest.approx(0.5 * waits), strategy
 
 
 def test_recompute_runs_forward_and_its_collectives_again() -> None:

@@ -12,7 +12,6 @@ from galvatron.profiler.findings import (
     DeviceProbe,
     GroupProbe,
     TransferProbe,
-    WaitProbe,
 )
 from galvatron.spec import Collective
 
@@ -28,8 +27,6 @@ class Truth:
     rings: dict[int, float] = field(default_factory=lambda: {1: 1e9, 2: 1e9, 4: 1e9})
     """Bytes a second along each stride; a ring is as fast as the slowest stride it takes."""
     latency_s: float = 2e-4
-    wait_s: float = 3e-4
-    """For each other, who come from computing."""
     transfers: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Bytes a second beside others and alone, by stride."""
     scatter_factor: float = 3.0
@@ -42,14 +39,7 @@ class Truth:
     def ring(self, ranks: tuple[int, ...]) -> float:
         return min(self.rings[stride] for stride in self.rings if any(rank & stride for rank in ranks))
 
-    def parts(self, probe: ClusterProbe) -> tuple[float, ...]:
-        if not isinstance(probe, WaitProbe):
-            return (self.seconds(probe),)
-        sums = GroupProbe(collective=Collective.ALL_REDUCE, ranks=probe.ranks, message_bytes=probe.message_bytes)
-        computing, summing = 0.002, self.seconds(sums)
-        return computing + self.wait_s + summing, computing, summing
-
-    def seconds(self, probe: GroupProbe | TransferProbe | DeviceProbe) -> float:
+    def seconds(self, probe: ClusterProbe) -> float:
         if isinstance(probe, GroupProbe):
             share = (len(probe.ranks) - 1) / len(probe.ranks)
             once = share * probe.message_bytes / self.ring(probe.ranks) + self.latency_s
@@ -77,7 +67,6 @@ def findings(truth: Truth) -> ClusterFindings:
     probes: list[ClusterProbe] = list(DeviceProbe)
     for ranks in sorted(groups):
         probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in Collective for size in SIZES]
-        probes.append(WaitProbe(ranks=ranks, message_bytes=SIZES[1]))
     for stride in strides:
         for alone in (False, True):
             probes += [TransferProbe(stride=stride, alone=alone, message_bytes=size) for size in SIZES]
@@ -89,7 +78,7 @@ def findings(truth: Truth) -> ClusterFindings:
         ),
         backend=truth.backend,
         contention=truth.contention,
-        blocks={probe: [Block(truth.parts(probe))] * 3 for probe in probes},
+        blocks={probe: [Block((truth.seconds(probe),))] * 3 for probe in probes},
     )
 
 

@@ -22,15 +22,12 @@ Passes = tuple[Floats, Floats]
 
 class GroupLinks:
     """What the groups of one axis get, an entry a strategy: size, and for each collective the bandwidth of its ring and
-    the latency of a pass over the group; and what members wait for each other where they come from computing."""
+    the latency of a pass over the group."""
 
-    __slots__ = ("all_gather", "all_reduce", "reduce_scatter", "share", "size", "wait")
+    __slots__ = ("all_gather", "all_reduce", "reduce_scatter", "share", "size")
 
-    def __init__(
-        self, size: Floats, all_gather: Passes, reduce_scatter: Passes, all_reduce: Passes, wait: Floats | None = None
-    ) -> None:
+    def __init__(self, size: Floats, all_gather: Passes, reduce_scatter: Passes, all_reduce: Passes) -> None:
         self.size = size
-        self.wait = np.zeros_like(size) if wait is None else wait
         self.share = (size - 1) / size
         self.all_gather, self.reduce_scatter, self.all_reduce = all_gather, reduce_scatter, all_reduce
 
@@ -47,7 +44,6 @@ class GroupLinks:
             passes(Collective.ALL_GATHER),
             passes(Collective.REDUCE_SCATTER),
             passes(Collective.ALL_REDUCE),
-            np.array([cluster.wait_s(each) for each in digits]),
         )
 
 

@@ -116,8 +116,8 @@ class StageCosts:
         backward = computation.backward_s(samples, layers, arrays)
 
         message = samples * layers.tp_message_bytes
-        gather_s = all_gather_s(message, arrays.tp) + arrays.tp.wait
-        reduce_s = arrays.tp.wait + np.where(
+        gather_s = all_gather_s(message, arrays.tp)
+        reduce_s = np.where(
             arrays.sequence_parallel, reduce_scatter_s(message, arrays.tp) + gather_s, all_reduce_s(message, arrays.tp)
         )
         tp_forward = layers.tp_forward_collectives * reduce_s

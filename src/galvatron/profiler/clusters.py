@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
 from galvatron.profiler.cluster_job import ClusterJob
-from galvatron.profiler.figures import NOISY, Block, Line, Quality, Reading, fit_line, quality_of, reading_of
+from galvatron.profiler.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.profiler.findings import (
     ClusterFindings,
     ClusterProbe,
     DeviceProbe,
     GroupProbe,
     TransferProbe,
-    WaitProbe,
 )
 from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
@@ -80,7 +79,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         fragmentation=_FRAGMENTATION if findings.backend == "nccl" else 0.0,
         overlap_slowdown=_slowdown(readings),
         compute_contention=_contention(findings, readings),
-        groups=_groups(findings, lines),
+        groups=_groups(lines),
         source=_source(findings, quality),
     )
 
@@ -141,18 +140,9 @@ def _slowdown(readings: Mapping[ClusterProbe, Reading]) -> float:
     return _rounded(min(max(factor, 1.0), _MOST_SLOWDOWN))
 
 
-def _groups(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
-    return tuple(
-        MeasuredGroup(ranks=probe.ranks, wait_s=_wait_s(blocks), **_figures(probe.ranks, lines))
-        for probe, blocks in findings.blocks.items()
-        if isinstance(probe, WaitProbe)
-    )
-
-
-def _wait_s(blocks: Sequence[Block]) -> float:
-    """What computing and a sum in turns take longer than each by itself."""
-    both, computing, summing = (reading_of(blocks, part).seconds for part in range(3))
-    return _rounded(max(both - computing - summing, 0.0))
+def _groups(lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
+    shapes = dict.fromkeys(shape[1] for shape in lines if isinstance(shape[1], tuple))
+    return tuple(MeasuredGroup(ranks=ranks, **_figures(ranks, lines)) for ranks in shapes)
 
 
 def _figures(ranks: tuple[int, ...], lines: Mapping[Shape, Line]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from galvatron.profiler.stopwatch import seconds_of
 from galvatron.runtime.world import workspace_bytes
 from galvatron.virtual import virtual_devices
 
-__all__ = ["device_facts", "device_name", "device_probes", "short_work"]
+__all__ = ["device_facts", "device_name", "device_probes"]
 
 _TOKENS, _HIDDEN = {"cpu": 256, "cuda": 8192}, {"cpu": 256, "cuda": 2048}
 _PARAMETERS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -28,8 +28,6 @@ _ROWS, _HEADS = {"cpu": (4, 32), "cuda": (2, 512)}, 16
 """Sequences, and tokens of each, that are computed beside communication, and heads of attention."""
 _TURNS = 4
 """Of computing beside communication."""
-_SHORT = {"cpu": 64, "cuda": 256}
-"""Tokens of a little computing."""
 _TINY = 32
 
 
@@ -77,12 +75,6 @@ def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
     if crew.world > 1:
         yield from _overlap_probes(crew)
-
-
-def short_work(crew: Crew) -> Callable[[], object]:
-    """As much computing as there is between two collectives of a split layer."""
-    kind = crew.device.type
-    return _block(kind, torch.float32, crew.device, _SHORT[kind])
 
 
 def _nothing(calls: int) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from galvatron.profiler.figures import Block
 from galvatron.spec import Collective
 
-__all__ = ["ClusterFindings", "ClusterProbe", "DeviceFacts", "DeviceProbe", "GroupProbe", "TransferProbe", "WaitProbe"]
+__all__ = ["ClusterFindings", "ClusterProbe", "DeviceFacts", "DeviceProbe", "GroupProbe", "TransferProbe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,16 +16,6 @@ class GroupProbe:
     """A collective over all groups of one shape at once."""
 
     collective: Collective
-    ranks: tuple[int, ...]
-    """The group of rank 0."""
-    message_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WaitProbe:
-    """A little computing and a sum over all groups of one shape at once, in three parts: both in turns, the computing
-    by itself, the sum by itself."""
-
     ranks: tuple[int, ...]
     """The group of rank 0."""
     message_bytes: int
@@ -57,7 +47,7 @@ class DeviceProbe(StrEnum):
     """The last two at the same time."""
 
 
-ClusterProbe = GroupProbe | WaitProbe | TransferProbe | DeviceProbe
+ClusterProbe = GroupProbe | TransferProbe | DeviceProbe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

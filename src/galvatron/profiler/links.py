@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.profiler.compute import short_work
 from galvatron.profiler.crew import Crew
-from galvatron.profiler.findings import GroupProbe, TransferProbe, WaitProbe
+from galvatron.profiler.findings import GroupProbe, TransferProbe
 from galvatron.profiler.messages import Sizes, sizes_for
 from galvatron.profiler.rounds import Probe
 from galvatron.profiler.shapes import digits_of, groups_of, shapes
@@ -23,10 +22,9 @@ from galvatron.spec import Collective, Digit
 __all__ = ["link_probes"]
 
 
-def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | WaitProbe | TransferProbe, Probe]]:
+def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]]:
     """All probes of links; makes the groups they need, so every rank must take all of them."""
     sizes: dict[tuple[Digit, ...], Sizes] = {}
-    compute = short_work(crew)
     for digits in shapes(crew.world):
         partition = groups_of(crew.world, digits)
         own = next(ranks for ranks in partition if crew.rank in ranks)
@@ -36,8 +34,6 @@ def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | WaitProbe | TransferP
             for size in sizes[digits]:
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
                 yield key, _collective_probe(collective, group, size, crew)
-        _, middle, _ = sizes[digits]
-        yield WaitProbe(ranks=partition[0], message_bytes=middle), _wait_probe(compute, group, middle, crew)
     for digit in digits_of(crew.world):
         for alone in (False, True):
             for size in sizes[(digit,)]:
@@ -76,28 +72,6 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
         mark()
 
     return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
-
-
-def _wait_probe(compute: Callable[[], object], group: ProcessGroup, size: int, crew: Crew) -> Probe:
-    """Computing and a sum in turns, then each by itself: in one block, because the machine is not the same in the
-    next."""
-    message = torch.zeros(size // 4, device=crew.device)
-
-    def add() -> None:
-        collectives.all_reduce(message, group)
-
-    def seconds(calls: int, *works: Callable[[], object]) -> float:
-        def once(mark: Callable[[], None]) -> None:
-            for work in works:
-                work()
-            mark()
-
-        return seconds_of(calls, once, crew.device, lead_in=True)[0]
-
-    def run(calls: int) -> tuple[float, ...]:
-        return seconds(calls, compute, add), seconds(calls, compute), seconds(calls, add)
-
-    return Probe(run, by_wall_clock=True)
 
 
 def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:

@@ -100,8 +100,6 @@ class MeasuredGroup:
     reduce_scatter_latency_s: float
     all_reduce_bytes_per_s: float
     all_reduce_latency_s: float
-    wait_s: float = 0.0
-    """What a collective takes longer that its members come to from computing: they do not come at once."""
 
     def link(self, collective: Collective) -> Link:
         return Link(getattr(self, f"{collective}_bytes_per_s"), getattr(self, f"{collective}_latency_s"))
@@ -162,11 +160,6 @@ class Cluster:
             measured = self._measured.get(_members(digits))
             self._links[key] = measured.link(collective) if measured else self._slowest_crossing(digits)
         return self._links[key]
-
-    def wait_s(self, digits: frozenset[Digit]) -> float:
-        """What members of such a group wait for each other before a collective between two computations."""
-        measured = self._measured.get(_members(digits))
-        return measured.wait_s if measured else 0.0
 
     @cached_property
     def _links(self) -> dict[tuple[frozenset[Digit], Collective], Link]:

@@ -75,12 +75,6 @@ _GROUP = Table(
                 ),
             )
         ),
-        Entry(
-            "wait",
-            "wait_s",
-            duration("0s", "10s"),
-            "time that members who come from computing wait for each other before a collective",
-        ),
     ),
 )
 _CLUSTER = Table(
