@@ -20,8 +20,8 @@ class ClusterJob:
     devices: int | None
     rounds: int
     block_s: float = 0.06
-    """Long beside the ticks of a hundredth of a second in which the system counts processors' time. Where several
-    processes share a core, one for each of these: they take turns."""
+    """Long beside the ticks of a hundredth of a second in which the system counts processors' time; twice as long
+    where processes share cores, because they take turns."""
 
     def prepare(self) -> None:
         from galvatron.profiler import compute, links  # noqa: F401
@@ -36,7 +36,7 @@ class ClusterJob:
         crew.join()
         try:
             probes: dict[ClusterProbe, Probe] = {**dict(device_probes(crew)), **dict(link_probes(crew))}
-            block_s = self.block_s * max(1.0, crew.contention)
+            block_s = self.block_s * min(crew.contention, 2.0)
             found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=block_s), crew)
             return ClusterFindings(
                 devices=crew.world,
