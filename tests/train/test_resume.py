@@ -61,7 +61,7 @@ def alone() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["mixed", "pipeline", _slow("tensor parallel"), _slow("sharded")])
+@pytest.mark.parametrize("name", ["pipeline", _slow("mixed"), _slow("tensor parallel"), _slow("sharded")])
 def test_any_plan_gives_the_same_curve(tmp_path: Path, name: str, alone: list[float]) -> None:
     assert run_to_end(tmp_path, _PLANS[name], _SETTINGS).losses() == pytest.approx(alone, abs=1e-4)
 
@@ -91,8 +91,8 @@ def _weights(path: Path) -> dict[str, SavedTensor]:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("tensor parallel", "sharded"),
         ("sharded", "pipeline"),
+        _slow("tensor parallel", "sharded"),
         _slow("pipeline", "tensor parallel"),
         _slow("sharded", "mixed"),
     ],
