@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["Parts", "seconds_of"]
+__all__ = ["seconds_of"]
 
 Parts = Callable[[Callable[[], None]], object]
 """Work in parts: it calls its argument after each of them."""
