@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from injecting import ask_to_stop, fail_at
+from injecting import fail_at, stop_if_settled
 from jobs import Job, plan_of, run_to_end
 from oracle import Case, first_weights, stock_loss, stock_model
 from small_models import config
@@ -68,7 +68,7 @@ def test_any_plan_gives_the_same_curve(tmp_path: Path, name: str, alone: list[fl
 
 def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at: int) -> list[float]:
     """Stopped after a step and gone on under another plan."""
-    job = Job(path, first, _SETTINGS, fail_at, 0, at - 1, ask_to_stop)
+    job = Job(path, first, _SETTINGS, fail_at, 0, at - 1, stop_if_settled)
     assert job.wait() == [0] * job.world, job.logs()
     assert [line["step"] for line in job.metrics()] == [*range(1, at + 1)]
     return run_to_end(path, then, _SETTINGS).losses()
