@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from galvatron.runtime.units import LocalParameter, Unit
@@ -65,6 +66,8 @@ def shard(module: nn.Module, groups: ShardGroups, device_type: str, dtype: torch
     # The loss is divided by the number of targets of the whole batch, so gradients are sums everywhere.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    if device_type == "cuda":
+        module.set_custom_reduce_scatter(_ReduceIntoWorkingMemory())
 
 
 def shard_root(stage: nn.Module, units: Sequence[ShardedUnit], device_type: str) -> None:
@@ -79,6 +82,27 @@ def prefetch(units: Sequence[ShardedUnit]) -> None:
     for first, second in pairwise(units):
         first.fsdp.set_modules_to_forward_prefetch([second.fsdp])
         second.fsdp.set_modules_to_backward_prefetch([first.fsdp])
+
+
+class _ReduceIntoWorkingMemory(DefaultReduceScatter):
+    """FSDP2's own reduce-scatter, whose result, the gradient, has its place in the memory of computing's stream.
+
+    A GPU's allocator gives no stream what belongs to another. FSDP2 takes gradients from the stream that sends, so
+    their memory would lie idle while activations grow: 0.3 GB of 12 for ViT-Huge-32 over 8 GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._computing = torch.cuda.current_stream()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On the stream that sends, which then waits for all that computing's stream was given so far: so what was
+        freed there is free here, too."""
+        sending = torch.cuda.current_stream()
+        with torch.cuda.stream(self._computing):
+            place = torch.empty(*size, dtype=dtype, device=device)
+        if sending != self._computing:
+            place.record_stream(sending)
+        return place
 
 
 class ShardedUnit(Unit):
