@@ -86,7 +86,7 @@ def append(output: Path, name: str, plan: Plan, run: Run) -> None:
         "devices": cluster.devices,
         "cluster": cluster.source,
         "contention": cluster.compute_contention,
-        "slowdown": [cluster.overlap_slowdown, cluster.communication_slowdown],
+        "slowdown": cluster.overlap_slowdown,
         "plan": name,
         "predicted_s": plan.iteration_s,
         "measured_s": run.iteration_s,

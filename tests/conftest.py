@@ -20,6 +20,11 @@ _WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "d
 """Sizes of the shared ranks that the tests of each folder use."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole trainings first: files are dealt out in this order, and no worker should be left with a long one alone."""
+    items.sort(key=lambda item: "train" not in item.path.parts)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
     are at work, one of them may come up broken."""

@@ -48,8 +48,9 @@ def memory_error(run: Run) -> float:
 
 
 def estimations(runs: Iterable[Run]) -> list[Estimation]:
-    """For each model, and for all of them together, the runs of our runtime and those of stock programs, each once."""
-    done = [run for run in runs if run.status == "ok" and not run.same_as]
+    """For each model, and for all of them together, the cells of our runtime and those of stock programs, each once."""
+    latest = {run.cell: run for run in runs}.values()
+    done = [run for run in latest if run.status == "ok" and not run.same_as]
     models = list(dict.fromkeys(run.model for run in done))
     found = []
     for program in ("galvatron", "stock"):

@@ -1,6 +1,7 @@
 """The paper's main table, run for real: its models under eight systems and ours, each at its own best batch.
 
     python benchmarks/paper/main_table.py --cluster cluster.toml --profiles folder [--models …] [--budgets 8GB,…]
+    python benchmarks/paper/main_table.py --repeat --models … --budgets … --systems …      where two are close
     python benchmarks/paper/main_table.py --tiny       everything in small, on CPU processes: shows that it works
     python benchmarks/paper/main_table.py --tiny --gpu --budgets 2GB                 or on virtual GPUs
 
@@ -9,7 +10,7 @@ through the cells (model, budget, system) in order, leaves out those that the re
 run, and starts none that there is too little time for: call it again to go on. What the batch of a system is comes from
 the planner, held to the system's space. Where that batch runs out of memory the next smaller one is tried, and where
 the planner says that nothing fits, the smallest batch is run all the same. A plan that two systems of a column share is
-run once.
+run once. A repeated cell is run in new processes, and a line is added with the iterations of all its runs in this boot.
 """
 
 from __future__ import annotations
@@ -70,8 +71,12 @@ def main(arguments: list[str] | None = None) -> None:
         for budget in given.budgets.split(",")
         for system in given.systems.split(",")
     ]
-    open_cells = [cell for cell in cells if not settled(cell, read_runs(given.results))]
-    print(f"{len(cells) - len(open_cells)} of {len(cells)} cells are in {given.results}", flush=True)
+    known = read_runs(given.results)
+    if given.repeat:
+        open_cells = [cell for cell in cells if _last(cell, known) is not None]
+    else:
+        open_cells = [cell for cell in cells if not settled(cell, known)]
+        print(f"{len(cells) - len(open_cells)} of {len(cells)} cells are in {given.results}", flush=True)
     if not open_cells:
         return
     for cell in open_cells:  # what is wrong with names and files shows before any rank is started
@@ -84,7 +89,8 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             last = None
             try:
-                for last in _runs(cell, table, ranks, given.results, given.limit, end):
+                runs = _again if given.repeat else _runs
+                for last in runs(cell, table, ranks, given.results, given.limit, end):
                     append(given.results, last)
                     print(_line(last), flush=True)
             except InvalidInput as error:
@@ -102,6 +108,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--budgets", default=None, help="memory of each GPU (default: 8GB,12GB,16GB)")
     parser.add_argument("--systems", default=",".join(system.name for system in SYSTEMS))
+    parser.add_argument("--repeat", action="store_true", help="run cells of this boot once more")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole call")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a run has failed")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS.name} beside the committed results")
@@ -149,6 +156,27 @@ def _runs(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: f
         if run.status != "oom" or run.batch <= BATCH_STEP:
             return
         batch = run.batch - BATCH_STEP
+
+
+def _last(cell: Cell, runs: Iterable[Run]) -> Run | None:
+    """The cell's last run, where it went well and in this boot."""
+    own = [run for run in runs if run.cell == cell]
+    return own[-1] if own and own[-1].status == "ok" and own[-1].facts.get("boot") == machine() else None
+
+
+def _again(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: float, end: float) -> Iterator[Run]:
+    """One more run of the batch that the cell was settled with, its iterations added to those before."""
+    before = _last(cell, read_runs(results))
+    assert before is not None
+    left_s = end - time.monotonic()
+    if left_s < min(limit_s, _START_S + min(_TIMED_S, 5 * before.iteration_s)):
+        return
+    system, setting = system_named(cell.system), table.setting(cell)
+    choice = choose(setting, system, before.batch)
+    run = _measured(_unmeasured(cell, system, setting, choice), choice.plan, ranks, min(limit_s, left_s))
+    if run.status == "ok" and run.program_run == before.program_run:
+        run = replace(run, iterations_s=before.iterations_s + run.iterations_s, same_as=before.same_as)
+    yield run
 
 
 def _unmeasured(cell: Cell, system: System, setting: Setting, choice: Choice) -> Run:

@@ -14,6 +14,9 @@ from galvatron.plans.plan import Plan
 
 __all__ = ["MeasureJob", "Measured", "prepare"]
 
+_PAUSE_S = 0.5
+"""After the first iteration: DDP makes its buckets anew in the second, but messages of the first hold the old ones
+until a thread of PyTorch's sees that they are done. Now and then there was no memory for both."""
 _FEWEST = 2
 """Iterations, besides one to warm up, so that they have a spread."""
 
@@ -127,5 +130,6 @@ class MeasureJob:
 
         slowest = torch.tensor([one()], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        time.sleep(_PAUSE_S)
         count = min(max(int(self.timed_s / slowest.item()), _FEWEST), self.most)
         return tuple(one() for _ in range(count))

@@ -137,7 +137,7 @@ def _strategies(plan: Plan) -> list[list[str]]:
 def without_slowdown(setting: Setting, system: System, plan: Plan) -> float:
     """Seconds of an iteration of the same plan if computation and communication did not slow each other down."""
     request = setting.request(system, batch=plan.batch)
-    calm = replace(request, cluster=replace(setting.cluster, overlap_slowdown=1.0, communication_slowdown=None))
+    calm = replace(request, cluster=replace(setting.cluster, overlap_slowdown=1.0))
     return priced(calm, _strategies(plan), micro_batches=plan.micro_batches).iteration_s
 
 

@@ -122,6 +122,11 @@ def test_goes_on_where_it_stopped(zygote: Zygote, monkeypatch: pytest.MonkeyPatc
     content = results.read_text()
     _table(zygote, monkeypatch, results, *cells)
     assert results.read_text() == content
+    *before, again = _table(zygote, monkeypatch, results, *cells, "--systems", "sdp", "--repeat")
+    assert before == runs
+    assert (again.cell, again.batch, again.peak_bytes) == (runs[1].cell, runs[1].batch, runs[1].peak_bytes)
+    assert again.iterations_s[:3] == runs[1].iterations_s
+    assert len(again.iterations_s) == 6
 
 
 def test_no_time_no_run(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ def test_constants_are_recovered() -> None:
     assert cluster.device.memory_bytes_per_s == pytest.approx(5e9, rel=ROUGHLY)
     assert cluster.device.layer_overhead_s == pytest.approx(3e-4, rel=ROUGHLY)
     assert cluster.overlap_slowdown == pytest.approx(1.25, rel=ROUGHLY)
-    assert cluster.communication_slowdown is None
     assert cluster.compute_contention == pytest.approx(2.0, rel=ROUGHLY)
     for strategy in ("dp4", "dp2-tp2", "tp2-dp2"):
         digits = Strategy.parse(strategy).digits(Kind.DP)

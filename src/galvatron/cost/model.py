@@ -17,7 +17,7 @@ from galvatron.cost import computation, memory
 from galvatron.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.cost.communication import Floats, GroupLinks, all_gather_s, all_reduce_s, reduce_scatter_s, transfer_s
 from galvatron.cost.conventions import Conventions
-from galvatron.cost.overlap import Slowdown
+from galvatron.cost.overlap import overlapped_s
 from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
 from galvatron.cost.slice_gather import form_rates
 from galvatron.spec import Cluster, Form, Kind, LayerSpec, Layout, ModelProfile, ModelSpec, Strategy
@@ -133,17 +133,16 @@ class StageCosts:
         zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
-        slowdown = Slowdown.on(cluster)
         if conventions.gather_ahead:
-            forward_with_gather = slowdown.overlapped_s(forward, parameter_gather)
-            gather_exposed = slowdown.overlapped_s(forward, parameter_gather + zero2_gather) - forward_with_gather
+            forward_with_gather = self._overlapped_s(forward, parameter_gather)
+            gather_exposed = self._overlapped_s(forward, parameter_gather + zero2_gather) - forward_with_gather
         else:
             forward_with_gather, gather_exposed = forward + parameter_gather, zero2_gather
-        backward_with_scatter = slowdown.overlapped_s(backward, each_backward)
+        backward_with_scatter = self._overlapped_s(backward, each_backward)
 
         shard = parameters / arrays.sdp.size
         sync = np.where(arrays.zero2, 0.0, all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp))
-        sync_exposed = slowdown.overlapped_s(backward, each_backward + sync) - backward_with_scatter
+        sync_exposed = self._overlapped_s(backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward,
             tp_s=tp_s,
@@ -151,6 +150,9 @@ class StageCosts:
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device),
         )
+
+    def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
+        return overlapped_s(compute_s, communicate_s, self.cost.cluster.overlap_slowdown)
 
     def _tied_sync_s(self) -> Floats:
         """Copies of tied weights in two stages sum their gradients once an iteration."""

@@ -32,7 +32,7 @@ __all__ = [
     "layer_runs",
 ]
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

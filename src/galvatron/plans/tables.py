@@ -88,13 +88,10 @@ def links_view(cluster: Cluster) -> RenderableType:
     title = Text(
         f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
     )
-    slowdown = f"{cluster.overlap_slowdown:g}"
-    if cluster.communication_slowdown is not None:
-        slowdown += f" (of communication {cluster.communication_slowdown:g})"
     lost = f", {cluster.fragmentation:g} of the rest lost between tensors" if cluster.fragmentation else ""
     reserved = (
-        f"{format_bytes(cluster.reserved_bytes)} reserved a process{lost}, overlap slowdown {slowdown}, "
-        f"contention {cluster.compute_contention:g}"
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process{lost}, overlap slowdown "
+        f"{cluster.overlap_slowdown:g}, contention {cluster.compute_contention:g}"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
 

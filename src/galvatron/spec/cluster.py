@@ -118,10 +118,7 @@ class Cluster:
     fragmentation: float = 0.0
     """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds."""
     overlap_slowdown: float = 1.0
-    """Factor by which communication slows computation down while they overlap, and computation communication where
-    that has no factor of its own (paper: 1.3)."""
-    communication_slowdown: float | None = None
-    """Factor by which computation slows communication down; None: the same."""
+    """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
     compute_contention: float = 1.0
     """Factor by which a device computes slower while all compute than while it computes alone: above one where devices
     are processes that share cores. All times are those while all compute."""

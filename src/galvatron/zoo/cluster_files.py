@@ -96,12 +96,6 @@ _CLUSTER = Table(
             "factor by which computation and communication slow each other down while both run",
         ),
         Entry(
-            "communication_slowdown",
-            "communication_slowdown",
-            number(1, 4),
-            "factor by which computation slows communication down, where that differs from the other way round",
-        ),
-        Entry(
             "compute_contention",
             "compute_contention",
             number(1, 1024),
