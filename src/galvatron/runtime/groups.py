@@ -68,15 +68,12 @@ class GroupPool:
         for key in dict.fromkeys(needed):
             if len(key.ranks) == 1:
                 continue
-            if key == GroupKey(everyone):
-                assert dist.group.WORLD is not None
-                self._groups[key] = dist.group.WORLD
-                continue
             # Its ``use_local_synchronization``, which only members would have to call, names a group by how many each
             # rank already has, so that members which differ in that wait for each other for ever.
-            group = dist.new_group(list(key.ranks))
+            group = dist.group.WORLD if key == GroupKey(everyone) else dist.new_group(list(key.ranks))
             if rank in key.ranks:
                 assert isinstance(group, ProcessGroup)
+                _connect(group)
                 self._groups[key] = group
 
     def __len__(self) -> int:
@@ -89,3 +86,11 @@ class GroupPool:
     def along(self, position: Position, digits: Iterable[Digit]) -> ProcessGroup | None:
         """The group of the ranks that differ from this one in these digits only."""
         return self.group(GroupKey(ranks_along(position, digits)))
+
+
+def _connect(group: ProcessGroup) -> None:
+    """NCCL connects a group when it is made, or, where the program did not name its device to PyTorch, when all members
+    first use it. Stages do that one after the other, and each would wait for the next."""
+    assert dist.group.WORLD is not None
+    if dist.get_backend(group) == dist.Backend.NCCL and dist.group.WORLD.bound_device_id is None:
+        dist.barrier(group)

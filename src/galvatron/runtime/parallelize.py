@@ -191,8 +191,8 @@ class _Builder:
                 continue
             here, there = self._side(first, -1), self._side(first + 1, 0)
             sending = self.number == first
-            forward = self.pool.group(forward_group(self.stages))
-            backward = self.pool.group(backward_group(self.stages, self.schedule))
+            forward = self.pool.group(forward_group(self.stages, first))
+            backward = self.pool.group(backward_group(self.stages, first, self.schedule))
             assert forward is not None
             assert backward is not None
             crossings["send_forward" if sending else "receive_forward"] = Crossing(here, there, self.rank, forward)

@@ -42,23 +42,26 @@ def needed_groups(
         for digits in dict.fromkeys(_digits(stage, rows)):
             for ranks in partition(stage.ranks, digits):
                 yield GroupKey(ranks)
-    if len(stages) > 1:
-        yield forward_group(stages)
-        yield backward_group(stages, schedule)
+    for boundary in range(len(stages) - 1):
+        yield forward_group(stages, boundary)
+        yield backward_group(stages, boundary, schedule)
     for tie in ties:
         users = [stage for stage in stages if stage.uses(tie)]
         if tie.small or len(users) > 1:
             yield tie_group(users)
 
 
-def forward_group(stages: Sequence[StagePlan]) -> GroupKey:
-    """Activations travel among all ranks: every further group costs NCCL buffers and threads."""
-    return GroupKey(tuple(sorted(rank for stage in stages for rank in stage.ranks)))
+def forward_group(stages: Sequence[StagePlan], boundary: int) -> GroupKey:
+    """Activations travel over every other boundary in one group, and over the rest in another: messages of a group wait
+    for each other in NCCL, so a stage that sends to the next one could not receive from the one before. There are no
+    more groups than that, because each costs NCCL buffers and threads."""
+    reached = {stage for first in range(boundary % 2, len(stages) - 1, 2) for stage in (first, first + 1)}
+    return GroupKey(tuple(sorted(rank for stage in reached for rank in stages[stage].ranks)))
 
 
-def backward_group(stages: Sequence[StagePlan], schedule: Schedule) -> GroupKey:
-    """Gradients travel among all ranks, on channels of their own where activations travel at the same time."""
-    return GroupKey(forward_group(stages).ranks, "" if schedule is Schedule.GPIPE else "backward")
+def backward_group(stages: Sequence[StagePlan], boundary: int, schedule: Schedule) -> GroupKey:
+    """Gradients travel among the same ranks, on channels of their own where activations travel at the same time."""
+    return GroupKey(forward_group(stages, boundary).ranks, "" if schedule is Schedule.GPIPE else "backward")
 
 
 def tie_group(users: Sequence[StagePlan]) -> GroupKey:

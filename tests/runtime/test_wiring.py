@@ -1,0 +1,35 @@
+"""Groups between stages: messages of one group wait for each other in NCCL."""
+
+from __future__ import annotations
+
+import pytest
+
+from galvatron.cost import Schedule
+from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups
+from galvatron.spec import Strategy
+
+
+def _stages(count: int, width: int = 2) -> list[StagePlan]:
+    return [
+        StagePlan(ranks=tuple(range(width * number, width * (number + 1))), first=number, strategies=(Strategy(),))
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_a_stage_sends_on_while_it_receives(count: int) -> None:
+    stages = _stages(count)
+    groups = [forward_group(stages, boundary) for boundary in range(count - 1)]
+    for boundary, group in enumerate(groups):
+        assert {*stages[boundary].ranks, *stages[boundary + 1].ranks} <= set(group.ranks)
+        assert group not in groups[boundary + 1 : boundary + 2]
+    assert len(set(groups)) == min(count - 1, 2)
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_gradients_have_channels_of_their_own_where_activations_travel_beside_them(schedule: Schedule) -> None:
+    stages = _stages(4)
+    apart = [forward_group(stages, first) != backward_group(stages, first, schedule) for first in range(3)]
+    assert apart == [schedule is Schedule.ONE_F_ONE_B] * 3
+    between = {group for group in needed_groups(stages, 4, (), schedule) if len(group.ranks) > 2}
+    assert len(between) == (4 if schedule is Schedule.ONE_F_ONE_B else 2)
