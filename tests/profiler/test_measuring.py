@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from heap_job import FrozenObjects
 
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.clusters import profile_cluster
 from galvatron.profiler.layers import profile_model
+from galvatron.profiler.processes import measured
 from galvatron.spec import Collective, Strategy, Training
 from galvatron.spec.strategy import Kind
 from galvatron.zoo import load_cluster, load_model, load_profile
@@ -71,6 +74,11 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
     plan = json.loads(done.stdout)
     assert plan["profile"]["name"] == profile.name
     assert plan["cluster"]["facts"]["groups"][0]["ranks"] == [0, 1]
+
+
+def test_no_rank_waits_for_the_garbage_collector_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    assert all(count > 10_000 for count in measured(FrozenObjects(), None))
 
 
 def test_what_fails_in_a_rank_is_said_without_a_traceback(cache: Path) -> None:
