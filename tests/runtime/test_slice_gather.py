@@ -53,7 +53,7 @@ class _Outcome:
 def _change(job: _Job) -> list[_Outcome]:
     """On a rank: make all the changes of all the stages."""
     world = dist.get_world_size()
-    pool = GroupPool(
+    needed = (
         GroupKey(group)
         for stage in job.stages
         for a, b in pairwise(stage)
@@ -65,6 +65,7 @@ def _change(job: _Job) -> list[_Outcome]:
         )
         for group in partition(range(world), digits)
     )
+    pool = GroupPool(needed, torch.device("cpu"))
     return [outcome for stage in job.stages for outcome in _stage(job, stage, pool)]
 
 

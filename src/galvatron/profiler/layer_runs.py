@@ -98,7 +98,7 @@ class Bench:
             stage = self._stage(way)
             rows = way.ranks // way.tp
             placements = Placements([stage.strategies[0].layout], rows)
-            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, Schedule.GPIPE))
+            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, Schedule.GPIPE), self._settings.device)
             self._assemblies[way] = assemble(
                 self._cut, stage, [stage], placements, pool, 0, self._weights, self._settings
             )

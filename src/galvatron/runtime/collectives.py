@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 # Named anew in torch 2.13, where the old names warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-__all__ = ["Gather", "Scatter", "Sum", "all_gather", "all_reduce", "maximum", "reduce_scatter"]
+__all__ = ["Gather", "Scatter", "Sum", "all_gather", "all_reduce", "maximum", "reduce_scatter", "scatter_into"]
 
 
 class _Started:
@@ -52,7 +52,7 @@ class Scatter(_Started):
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         self._given = tensor.contiguous()
         self._result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-        self._work = _scatter(self._result, self._given, group=group, async_op=True)
+        self._work = scatter_into(self._result, self._given, group=group, async_op=True)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -61,7 +62,7 @@ class GroupKey:
 class GroupPool:
     """All groups of a plan. Groups of one rank need no communication and are None."""
 
-    def __init__(self, needed: Iterable[GroupKey]) -> None:
+    def __init__(self, needed: Iterable[GroupKey], device: torch.device) -> None:
         """Create them, in this order; every rank must be given all of them, those of others too."""
         self._groups: dict[GroupKey, ProcessGroup] = {}
         rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
@@ -73,7 +74,7 @@ class GroupPool:
             group = dist.group.WORLD if key == GroupKey(everyone) else dist.new_group(list(key.ranks))
             if rank in key.ranks:
                 assert isinstance(group, ProcessGroup)
-                _connect(group)
+                _connect(group, device)
                 self._groups[key] = group
 
     def __len__(self) -> int:
@@ -88,9 +89,9 @@ class GroupPool:
         return self.group(GroupKey(ranks_along(position, digits)))
 
 
-def _connect(group: ProcessGroup) -> None:
+def _connect(group: ProcessGroup, device: torch.device) -> None:
     """NCCL connects a group when it is made, or, where the program did not name its device to PyTorch, when all members
     first use it. Stages do that one after the other, and each would wait for the next."""
     assert dist.group.WORLD is not None
-    if dist.get_backend(group) == dist.Backend.NCCL and dist.group.WORLD.bound_device_id is None:
-        dist.barrier(group)
+    if device.type == "cuda" and dist.group.WORLD.bound_device_id is None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

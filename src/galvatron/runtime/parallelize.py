@@ -115,7 +115,7 @@ class _Builder:
         self.placements = [
             Placements([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
         ]
-        self.pool = GroupPool(needed_groups(self.stages, plan.micro_batch, cut.ties, self.schedule))
+        self.pool = GroupPool(needed_groups(self.stages, plan.micro_batch, cut.ties, self.schedule), settings.device)
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
     @property

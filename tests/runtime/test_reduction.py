@@ -1,0 +1,68 @@
+"""Where reduced gradients get their memory, with streams that only tell who is current: there is no GPU here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from galvatron.runtime.reduction import ReduceScatter
+
+CPU = torch.device("cpu")
+
+
+class _Streams:
+    """CUDA's, as far as they are used: names. Notes which one each tensor is taken from, and who else uses it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "computing"
+        self.taken: list[str] = []
+        self.recorded: list[str] = []
+        empty = torch.empty
+
+        def noted(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            self.taken.append(self.current)
+            return empty(*size, dtype=dtype, device=device)
+
+        monkeypatch.setattr(torch, "empty", noted)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.recorded.append(stream))
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def reduce(self, reduction: ReduceScatter) -> None:
+        """As FSDP2 does."""
+        reduction.allocate((8,), dtype=torch.float32, device=CPU)
+        with self.on("reducing"):
+            output = reduction.allocate((2,), dtype=torch.float32, device=CPU)
+        assert output.shape == (2,)
+
+
+def test_what_becomes_the_gradient_has_the_memory_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    streams.reduce(ReduceScatter(CPU))
+    assert (streams.taken, streams.recorded) == (["computing", "computing"], ["reducing"])
+
+
+def test_what_is_only_added_to_it_is_free_for_the_next_reduction_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    reduction = ReduceScatter(CPU)
+    reduction.expect(stays=False)
+    streams.reduce(reduction)
+    assert (streams.taken, streams.recorded) == (["computing", "reducing"], [])
+
+
+def test_the_stream_that_trains_counts_not_the_one_that_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    reduction = ReduceScatter(CPU)
+    streams.current = "another"
+    reduction.expect(stays=True)
+    streams.reduce(reduction)
+    assert (streams.taken, streams.recorded) == (["another", "another"], ["reducing"])
