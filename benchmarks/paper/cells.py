@@ -13,7 +13,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCH_STEP", "RESULTS", "Cell", "Run", "Status", "append", "batch_to_try", "read_runs", "settled"]
+__all__ = [
+    "BATCH_STEP",
+    "RESULTS",
+    "Cell",
+    "Run",
+    "Status",
+    "append",
+    "batch_to_try",
+    "deciding",
+    "read_runs",
+    "settled",
+]
 
 RESULTS = Path(__file__).parent.parent / "results" / "paper_main.jsonl"
 BATCH_STEP = 8
@@ -91,8 +102,8 @@ class Run:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the slowest and the fastest iteration, over the median."""
-        return (max(self.iterations_s) - min(self.iterations_s)) / 2 / self.iteration_s
+        """The iterations' standard deviation, over the median."""
+        return statistics.stdev(self.iterations_s) / self.iteration_s if len(self.iterations_s) > 1 else 0.0
 
 
 def append(path: Path, run: Run) -> None:
@@ -120,15 +131,25 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
+def deciding(runs: Iterable[Run]) -> dict[Cell, Run]:
+    """The run that counts of each cell: the last that went well, or where none did the last."""
+    found: dict[Cell, Run] = {}
+    for run in runs:
+        before = found.get(run.cell)
+        if before is None or run.status == "ok" or before.status != "ok":
+            found[run.cell] = run
+    return found
+
+
 def settled(cell: Cell, runs: Iterable[Run]) -> bool:
     """Whether the cell needs no further run. One that failed, whyever, gets a second try."""
     own = [run for run in runs if run.cell == cell]
-    if not own:
+    counts = deciding(own).get(cell)
+    if counts is None:
         return False
-    last = own[-1]
-    if last.status == "failed":
+    if counts.status == "failed":
         return sum(run.status == "failed" for run in own) > 1
-    return last.status == "ok" or last.batch <= BATCH_STEP
+    return counts.status == "ok" or counts.batch <= BATCH_STEP
 
 
 def batch_to_try(cell: Cell, runs: Iterable[Run]) -> int | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import RESULTS, Run, read_runs
+from cells import RESULTS, Run, deciding, read_runs
 
 __all__ = ["Estimation", "estimations", "memory_error", "time_error"]
 
@@ -49,8 +49,7 @@ def memory_error(run: Run) -> float:
 
 def estimations(runs: Iterable[Run]) -> list[Estimation]:
     """For each model, and for all of them together, the cells of our runtime and those of stock programs, each once."""
-    latest = {run.cell: run for run in runs}.values()
-    done = [run for run in latest if run.status == "ok" and not run.same_as]
+    done = _counted(runs)
     models = list(dict.fromkeys(run.model for run in done))
     found = []
     for program in ("galvatron", "stock"):
@@ -60,6 +59,11 @@ def estimations(runs: Iterable[Run]) -> list[Estimation]:
             groups["all"] = own
         found += [_estimation(model, program, group) for model, group in groups.items() if group]
     return found
+
+
+def _counted(runs: Iterable[Run]) -> list[Run]:
+    """The run of each cell that counts, and that is no other system's."""
+    return [run for run in deciding(runs).values() if run.status == "ok" and not run.same_as]
 
 
 def _estimation(model: str, program: str, runs: Sequence[Run]) -> Estimation:
@@ -82,12 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     runs = read_runs(parser.parse_args().results)
-    print(f"{'run':55} {'predicted':>10} {'measured':>10} {'time':>7} {'calm':>7} {'memory':>7}")
-    for run in runs:
-        if run.status == "ok" and not run.same_as:
-            errors = (time_error(run), time_error_without_slowdown(run), memory_error(run))
-            shown = " ".join(f"{error:+7.1%}" for error in errors)
-            print(f"{run.cell!s:40} {run.program:>14} {run.predicted_s:9.3f}s {run.iteration_s:9.3f}s {shown}")
+    print(f"{'run':55} {'predicted':>10} {'measured':>10} {'time':>7} {'without slowdown':>17} {'memory':>7}")
+    for run in _counted(runs):
+        errors = f"{time_error(run):+7.1%} {time_error_without_slowdown(run):+17.1%} {memory_error(run):+7.1%}"
+        print(f"{run.cell!s:40} {run.program:>14} {run.predicted_s:9.3f}s {run.iteration_s:9.3f}s {errors}")
     print(f"\n{'mean absolute error':30} {'runs':>5} {'time':>7} {'without slowdown':>17} {'memory':>7}")
     for one in estimations(runs):
         print(

@@ -1,7 +1,7 @@
 """The paper's main table, run for real: its models under eight systems and ours, each at its own best batch.
 
     python benchmarks/paper/main_table.py --cluster cluster.toml --profiles folder [--models …] [--budgets 8GB,…]
-    python benchmarks/paper/main_table.py --repeat --models … --budgets … --systems …      where two are close
+    python benchmarks/paper/main_table.py --cluster … --profiles … --models … --budgets … --repeat       those once more
     python benchmarks/paper/main_table.py --tiny       everything in small, on CPU processes: shows that it works
     python benchmarks/paper/main_table.py --tiny --gpu --budgets 2GB                 or on virtual GPUs
 
@@ -10,7 +10,8 @@ through the cells (model, budget, system) in order, leaves out those that the re
 run, and starts none that there is too little time for: call it again to go on. What the batch of a system is comes from
 the planner, held to the system's space. Where that batch runs out of memory the next smaller one is tried, and where
 the planner says that nothing fits, the smallest batch is run all the same. A plan that two systems of a column share is
-run once. A repeated cell is run in new processes, and a line is added with the iterations of all its runs in this boot.
+run once. A repeated cell is run in new processes with the batch that it had; iterations of one plan in one boot of the
+machine are taken together.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from cells import BATCH_STEP, RESULTS, Cell, Run, append, batch_to_try, read_runs, settled
+from cells import BATCH_STEP, RESULTS, Cell, Run, append, batch_to_try, deciding, read_runs, settled
 from fresh_ranks import FreshRanks
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.plans.plan import Plan
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     known = read_runs(given.results)
     if given.repeat:
-        open_cells = [cell for cell in cells if _last(cell, known) is not None]
+        open_cells = [cell for cell in cells if _can_repeat(cell, deciding(known).get(cell))]
     else:
         open_cells = [cell for cell in cells if not settled(cell, known)]
         print(f"{len(cells) - len(open_cells)} of {len(cells)} cells are in {given.results}", flush=True)
@@ -96,10 +97,10 @@ def main(arguments: list[str] | None = None) -> None:
             except InvalidInput as error:
                 print(f"{cell}: {error}", flush=True)
                 continue
-            if last is None or (last.status == "oom" and last.batch > BATCH_STEP):
+            if last is None or (last.status == "oom" and last.batch > BATCH_STEP and not given.repeat):
                 print(f"too little time is left for {cell}; call again to go on", flush=True)
                 return
-            if last.status == "failed":
+            if last.status == "failed" and not given.repeat:
                 broken.add((cell.model, cell.system))
 
 
@@ -108,7 +109,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--budgets", default=None, help="memory of each GPU (default: 8GB,12GB,16GB)")
     parser.add_argument("--systems", default=",".join(system.name for system in SYSTEMS))
-    parser.add_argument("--repeat", action="store_true", help="run cells of this boot once more")
+    parser.add_argument("--repeat", action="store_true", help="run cells once more that went well")
     parser.add_argument("--seconds", type=float, default=540.0, help="of the whole call")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a run has failed")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS.name} beside the committed results")
@@ -158,24 +159,31 @@ def _runs(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: f
         batch = run.batch - BATCH_STEP
 
 
-def _last(cell: Cell, runs: Iterable[Run]) -> Run | None:
-    """The cell's last run, where it went well and in this boot."""
-    own = [run for run in runs if run.cell == cell]
-    return own[-1] if own and own[-1].status == "ok" and own[-1].facts.get("boot") == machine() else None
+def _can_repeat(cell: Cell, before: Run | None) -> bool:
+    if before is not None and before.status == "ok" and not before.same_as:
+        return True
+    reason = f"its plan is that of {before.same_as}" if before is not None and before.same_as else "it did not run yet"
+    print(f"{cell}: not repeated, {reason}", flush=True)
+    return False
 
 
 def _again(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: float, end: float) -> Iterator[Run]:
-    """One more run of the batch that the cell was settled with, its iterations added to those before."""
-    before = _last(cell, read_runs(results))
-    assert before is not None
+    """One more run of the batch that the cell was settled with. It is kept if it fails, too, but does not count."""
+    before = deciding(read_runs(results))[cell]
     left_s = end - time.monotonic()
     if left_s < min(limit_s, _START_S + min(_TIMED_S, 5 * before.iteration_s)):
         return
     system, setting = system_named(cell.system), table.setting(cell)
     choice = choose(setting, system, before.batch)
     run = _measured(_unmeasured(cell, system, setting, choice), choice.plan, ranks, min(limit_s, left_s))
-    if run.status == "ok" and run.program_run == before.program_run:
-        run = replace(run, iterations_s=before.iterations_s + run.iterations_s, same_as=before.same_as)
+    same = run.program_run == before.program_run and run.facts["boot"] == before.facts.get("boot")
+    if run.status == "ok" and same:
+        run = replace(
+            run,
+            iterations_s=before.iterations_s + run.iterations_s,
+            peak_bytes=tuple(map(max, before.peak_bytes, run.peak_bytes)),
+            allocator_bytes=tuple(map(max, before.allocator_bytes, run.allocator_bytes)),
+        )
     yield run
 
 
@@ -210,9 +218,10 @@ def _unmeasured(cell: Cell, system: System, setting: Setting, choice: Choice) ->
 
 
 def _twin(run: Run, runs: Iterable[Run]) -> Run | None:
-    """A run that did the same, in our runtime and in this boot."""
-    known = (one for one in runs if one.status != "failed" and one.facts.get("boot") == run.facts["boot"])
-    return next((one for one in known if run.program == "galvatron" and one.program_run == run.program_run), None)
+    """The last run that did the same, in our runtime and in this boot."""
+    known = [one for one in runs if one.status != "failed" and one.facts.get("boot") == run.facts["boot"]]
+    same = (one for one in reversed(known) if run.program == "galvatron" and one.program_run == run.program_run)
+    return next(same, None)
 
 
 def _measured(run: Run, plan: Plan, ranks: FreshRanks, limit_s: float) -> Run:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cells import Run
+from cells import Run, deciding
 
 __all__ = ["Column", "broken_promises", "columns"]
 
@@ -21,7 +21,7 @@ class Column:
     model: str
     budget: str
     runs: tuple[Run, ...]
-    """The last run of each system: the others ran out of memory before it."""
+    """The run of each system that counts."""
 
     def of(self, system: str) -> Run | None:
         return next((run for run in self.runs if run.system == system), None)
@@ -65,13 +65,15 @@ class Column:
 
 
 def columns(runs: Iterable[Run]) -> list[Column]:
-    """In the order of the file's first mention."""
-    last: dict[tuple[str, str], dict[str, Run]] = {}
-    for run in runs:
-        last.setdefault((run.model, run.budget), {})[run.system] = run
-    return [
-        Column(model=model, budget=budget, runs=tuple(systems.values())) for (model, budget), systems in last.items()
-    ]
+    """In the order of the file's first mention. Systems that run one plan have what was last measured of it."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    counting = deciding(runs)
+    for cell, run in counting.items():
+        twin = counting.get(replace(cell, system=run.same_as))
+        if twin is not None and twin.program_run == run.program_run:
+            run = replace(twin, system=run.system, said_to_fit=run.said_to_fit, same_as=run.same_as)
+        found.setdefault((cell.model, cell.budget), []).append(run)
+    return [Column(model=model, budget=budget, runs=tuple(systems)) for (model, budget), systems in found.items()]
 
 
 def broken_promises(runs: Sequence[Run]) -> list[Run]:

@@ -74,6 +74,28 @@ def test_a_column_from_two_boots_says_so() -> None:
     assert "boots" not in verdict_table(runs[:1])
 
 
+def test_the_last_run_that_went_well_counts() -> None:
+    runs = [
+        _run("dp", batch=24),
+        _run("dp", (2.0,)),
+        _run("dp", (3.0,)),
+        _run("dp"),
+        _run("tp", batch=16),
+        _run("tp", batch=8),
+    ]
+    (column,) = columns(runs)
+    assert column.runs == (runs[2], runs[5])
+
+
+def test_systems_with_one_plan_have_what_was_last_measured_of_it() -> None:
+    ours = _run("galvatron", (2.0,))
+    twin = _run("dp+pp", (2.0,), same_as="galvatron")
+    (column,) = columns([ours, twin, replace(ours, iterations_s=(2.0, 3.0))])
+    assert [run.iterations_s for run in column.runs] == [(2.0, 3.0)] * 2
+    (column,) = columns([ours, twin, replace(ours, iterations_s=(3.0,), micro_batches=4)])  # another plan by now
+    assert [run.iterations_s for run in column.runs] == [(3.0,), (2.0,)]
+
+
 def test_errors_of_estimation() -> None:
     runs = [
         _run("galvatron", (2.5,)),  # 2.0 and 1.0 predicted: 20% and 60% too little; 110 bytes for 100
