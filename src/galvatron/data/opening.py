@@ -21,7 +21,7 @@ from galvatron.data.wanted import ImagesWanted, Objective, TokensWanted, wanted_
 from galvatron.errors import InvalidInput
 from galvatron.spec import Training
 
-__all__ = ["Data", "open_data"]
+__all__ = ["Data", "check_paths", "open_data"]
 
 _STORIES = 4000
 """Of the source "stories": a good megabyte."""
@@ -85,6 +85,14 @@ def open_data(
         return Data(dataset, None, folder)
     train, held = split(dataset, held_out, evaluated=evaluated)
     return Data(train, held, folder)
+
+
+def check_paths(spec: str | Path | None, tokenizer: str | Path | None) -> None:
+    """Refuse data or a tokenizer that are not there; whether they fit the model is seen when they are opened."""
+    if spec is not None and str(spec) not in ("synthetic", "stories"):
+        _existing(spec)
+    if tokenizer is not None and str(tokenizer) not in ("bytes", "train"):
+        SavedTokenizer(Path(tokenizer))
 
 
 def _existing(spec: str | Path) -> Path:

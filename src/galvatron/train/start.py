@@ -77,6 +77,7 @@ def train(asked: Asked, screen: Screen) -> None:
         _as_rank(asked, folder)
         return
     (folder.check_started if asked.resume else folder.check_new)()
+    _check_paths(asked.settings)
     with virtual_gpus(asked.virtual):
         plan = _first_plan(asked, folder, screen)
         screen.plan(plan)
@@ -199,12 +200,19 @@ def _check_runnable(plan: Plan) -> None:
         )
 
 
-def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
-    """Find out before any process starts whether data and weights are there; text is tokenized here, once."""
-    from galvatron.data.opening import open_data  # torch takes seconds
+def _check_paths(settings: Settings) -> None:
+    """Find out before anything is measured whether data and weights are there."""
+    from galvatron.data.opening import check_paths  # torch takes seconds
 
     if settings.weights is not None and not Path(settings.weights).is_dir():
         raise InvalidInput(f"weights: {settings.weights!r} is no folder; give one with config.json and safetensors")
+    check_paths(settings.data, settings.tokenizer)
+
+
+def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
+    """Find out before any process starts whether data fit the model; text is tokenized here, once."""
+    from galvatron.data.opening import open_data
+
     assert plan.model.config is not None
     open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
 
