@@ -101,10 +101,11 @@ def summary(runs: Sequence[Run]) -> str:
     best = [column.predicted_best for column in compared if column.predicted_best is not None]
     ours = next(one for one in reversed(estimations(runs)) if one.program == "galvatron")
     broken = len(broken_promises(runs))
+    behind = ", ".join(f"{column.model} at {column.budget}" for column in compared if not column.leads)
     return (
         f"Our plan is at least as fast as the best baseline, within the spread of the runs, in "
-        f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget; "
-        f"{min(leads):.2f} to {max(leads):.2f} times its throughput). What was predicted to be best is within 5% of "
+        f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget"
+        f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput). What was predicted to be best is within 5% of "
         f"the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. Predicted iterations are off by "
         f"{ours.time:.1%} on average, without the overlap slowdown by {ours.time_without_slowdown:.1%}, memory by "
         f"{ours.memory:.1%}; {broken or 'no'} plan{'s' if broken > 1 else ''} of ours said to fit ran out of memory."
