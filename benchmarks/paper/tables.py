@@ -105,10 +105,11 @@ def summary(runs: Sequence[Run]) -> str:
     return (
         f"Our plan is at least as fast as the best baseline, within the spread of the runs, in "
         f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget"
-        f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput). What was predicted to be best is within 5% of "
-        f"the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. Predicted iterations are off by "
-        f"{ours.time:.1%} on average, without the overlap slowdown by {ours.time_without_slowdown:.1%}, memory by "
-        f"{ours.memory:.1%}; {broken or 'no'} plan{'s' if broken > 1 else ''} of ours said to fit ran out of memory."
+        f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput). What was "
+        f"predicted to be best is within 5% of the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. "
+        f"Predicted iterations are off by {ours.time:.1%} on average, without the overlap slowdown by "
+        f"{ours.time_without_slowdown:.1%}, memory by {ours.memory:.1%}; {broken or 'no'} plan"
+        f"{'s' if broken > 1 else ''} of ours said to fit ran out of memory."
     )
 
 
