@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from heap_job import FrozenObjects
+from rank_jobs import FrozenObjects, LateReader
 
 from galvatron.errors import GalvatronError, InvalidInput
 from galvatron.profiler.clusters import profile_cluster
@@ -76,8 +76,18 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
     assert plan["cluster"]["facts"]["groups"][0]["ranks"] == [0, 1]
 
 
-def test_no_rank_waits_for_the_garbage_collector_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def jobs_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.usefixtures("jobs_importable")
+def test_rank_0_stays_until_all_are_done() -> None:
+    measured(LateReader(), None)
+
+
+@pytest.mark.usefixtures("jobs_importable")
+def test_no_rank_waits_for_the_garbage_collector_of_another() -> None:
     assert all(count > 10_000 for count in measured(FrozenObjects(), None))
 
 

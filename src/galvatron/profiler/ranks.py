@@ -97,7 +97,8 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         settle()
-        pipe.send((True, job.measure(_crew(_told if rank == 0 else _silent))))
+        crew = _crew(_told if rank == 0 else _silent)  # by name, so that it lives as long as this process
+        pipe.send((True, job.measure(crew)))
     except GalvatronError as error:
         pipe.send((False, error))
     except BaseException as error:
