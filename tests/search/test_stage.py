@@ -318,7 +318,7 @@ def _least_time_by_milp(problem: StageProblem, budget: int) -> int | None:
         pytest.param("t5", 10, marks=pytest.mark.slow),
         ("t5", 16),
         pytest.param("swin", 8, marks=pytest.mark.slow),
-        ("swin", 12),
+        pytest.param("swin", 12, marks=pytest.mark.slow),
         ("swin", 20),
     ],
 )
