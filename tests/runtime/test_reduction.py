@@ -1,4 +1,5 @@
-"""Where reduced gradients get their memory, with streams that only tell who is current: there is no GPU here."""
+"""Where reduced gradients get their memory, with streams that only tell who is current: there is no GPU here. Which
+results of reductions become gradients is FSDP2's own doing, watched on CPU ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from oracle import Case, batches, first_weights
+from parity import plan_for
+from ranks import ranks
+from reducing import reduce
+from small_models import LAYERS, config
 
 from galvatron.runtime.reduction import ReduceScatter
 
@@ -66,3 +72,15 @@ def test_the_stream_that_trains_counts_not_the_one_that_built(monkeypatch: pytes
     reduction.expect(stays=True)
     streams.reduce(reduction)
     assert (streams.taken, streams.recorded) == (["another", "another"], ["reducing"])
+
+
+@pytest.mark.parametrize("strategy", ["sdp4", "dp4+zero2", "dp2-sdp2"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_is_expected_to_stay_becomes_the_gradient_and_nothing_else(strategy: str, micro_batches: int) -> None:
+    stages = [[strategy] * LAYERS["bert"]]
+    case = Case(config=config("bert"), stages=stages, batch=4 * micro_batches, micro_batches=micro_batches, steps=1)
+    for layers in ranks(4).run(reduce, case, plan_for(case), first_weights(case), batches(case)[0]):
+        assert len(layers) == LAYERS["bert"]
+        for expected, became in layers:
+            assert sum(expected) == 1
+            assert expected == became
