@@ -162,7 +162,11 @@ def _runs(cell: Cell, table: Table, ranks: FreshRanks, results: Path, limit_s: f
 def _can_repeat(cell: Cell, before: Run | None) -> bool:
     if before is not None and before.status == "ok" and not before.same_as:
         return True
-    reason = f"its plan is that of {before.same_as}" if before is not None and before.same_as else "it did not run yet"
+    reason = (
+        f"its plan is that of {before.same_as}"
+        if before is not None and before.same_as
+        else "it has not run, or not well"
+    )
     print(f"{cell}: not repeated, {reason}", flush=True)
     return False
 
