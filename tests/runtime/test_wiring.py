@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galvatron.cost import Schedule
+from galvatron.models.layer import Tie, Use
 from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups
 from galvatron.spec import Strategy
 
@@ -33,3 +34,12 @@ def test_gradients_have_channels_of_their_own_where_activations_travel_beside_th
     assert apart == [schedule is Schedule.ONE_F_ONE_B] * 3
     between = {group for group in needed_groups(stages, 4, (), schedule) if len(group.ranks) > 2}
     assert len(between) == (4 if schedule is Schedule.ONE_F_ONE_B else 2)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_tied_weight_takes_a_group_only_of_stages_that_use_it(small: bool) -> None:
+    """The profiler has stages of one layer, which may be none of those that share a table of positions."""
+    tie = Tie(uses=(Use(layer=1, name="bias.weight"), Use(layer=2, name="bias.weight")), small=small)
+    unconcerned, first, second = _stages(3)
+    assert () not in [group.ranks for group in needed_groups([unconcerned], 4, [tie], Schedule.GPIPE)]
+    assert (2, 3, 4, 5) in [group.ranks for group in needed_groups([first, second], 4, [tie], Schedule.GPIPE)]

@@ -47,7 +47,7 @@ def needed_groups(
         yield backward_group(stages, boundary, schedule)
     for tie in ties:
         users = [stage for stage in stages if stage.uses(tie)]
-        if tie.small or len(users) > 1:
+        if len(users) > 1 or (users and tie.small):
             yield tie_group(users)
 
 
