@@ -159,6 +159,13 @@ def test_measured_times_are_preferred() -> None:
     assert steady == pytest.approx(2 * 0.5 + H + 2 * 1.5 + 2 * H)
 
 
+@pytest.mark.parametrize(("least_s", "expected_s"), [(0.5, 2 * 0.5 + H), (1.5, 1.5)])
+def test_a_layer_takes_no_less_than_starting_its_kernels(least_s: float, expected_s: float) -> None:
+    time = LayerTime(layer="block", forward_s=0.5, backward_ratio=3.0, forward_least_s=least_s)
+    steady, _ = times(stage("dp4", profile=ModelProfile(name="p", times=(time,))), 8)
+    assert steady == pytest.approx(expected_s + 2 * 1.5 + 2 * H)
+
+
 def test_each_collective_has_its_own_measured_figures() -> None:
     """Where a group was measured: SDP gathers at one speed and scatters at another, DP sums at a third."""
     group = MeasuredGroup(

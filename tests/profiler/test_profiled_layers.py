@@ -42,7 +42,7 @@ def findings(job: LayerJob) -> LayerFindings:
         again = forward + RECOMPUTE_S if probe.way.recompute else 0
         return Block((forward, 3 * forward + again))
 
-    probes = [LayerProbe(way=way, samples=samples) for way in job.ways for samples in job.samples]
+    probes = [LayerProbe(way=way, samples=samples) for way in job.ways for samples in job.counts(way)]
     memory = {
         way: [LayerBytes(samples=n, saved=500 + 1000 * n // way.tp, transient=77 + 64 * n) for n in (1, 8)]
         for way in job.ways
@@ -82,6 +82,29 @@ def test_constants_are_recovered(stand_in: list[LayerJob]) -> None:
             assert memory is not None
             assert memory.activation_bytes == pytest.approx(1000 / tp, abs=1)
             assert memory.transient_bytes == 64
+
+
+def test_starting_kernels_is_no_part_of_a_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU a split layer takes no less time with one sample than with two: both wait for their kernels to start."""
+    starting_s = 1.5e-2
+
+    def measured(job: LayerJob, progress: object) -> LayerFindings:
+        known = findings(job)
+        slow = {
+            probe: [Block(tuple(max(seconds, starting_s) for seconds in block.seconds)) for block in blocks]
+            for probe, blocks in known.blocks.items()
+        }
+        return replace(known, blocks=slow)
+
+    monkeypatch.setenv("GALVATRON_CACHE", str(tmp_path))
+    monkeypatch.setattr(layers, "measured", measured)
+    profile = profile_model(load_model("bert-large", Training(sequence_length=32)), load_cluster("titan-rtx-8"))
+    slope, fixed = FORWARD["encoder"]
+    time = profile.time_of("encoder", 8)
+    assert time is not None
+    assert (time.forward_least_s, time.backward_least_s) == (starting_s, starting_s)
+    line = [time.forward_s * samples + (time.forward_fixed_s or 0) for samples in (16, 64, 256)]
+    assert line == pytest.approx([slope / 8 * samples + fixed for samples in (16, 64, 256)], rel=0.05)
 
 
 def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> None:

@@ -115,6 +115,8 @@ layer_times = st.builds(
     backward_ratio=st.floats(0.1, 100),
     forward_fixed_s=st.none() | st.floats(0, 1000),
     backward_fixed_s=st.none() | st.floats(0, 1000),
+    forward_least_s=st.floats(0, 1000),
+    backward_least_s=st.floats(0, 1000),
     tp=st.integers(1, 64),
     sequence_parallel=st.booleans(),
 )

@@ -36,6 +36,9 @@ class LayerArrays:
     forward_fixed_s: Floats
     """However few the samples."""
     backward_fixed_s: Floats
+    forward_least_s: Floats
+    """What samples and fixed part together take at least."""
+    backward_least_s: Floats
     recompute_s: Floats
     """Of recomputing, besides a second forward."""
     split_activation_bytes: Floats
@@ -85,7 +88,8 @@ def layer_arrays(
     }
     table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
     columns = np.moveaxis(table, 2, 0)
-    forward_s, backward_s, forward_fixed_s, backward_fixed_s, recompute_s, activations, transients = columns
+    forward_s, backward_s, *fixed_and_least, recompute_s, activations, transients = columns
+    forward_fixed_s, backward_fixed_s, forward_least_s, backward_least_s = fixed_and_least
     tensor = [kind.tensor_parallel for kind in kinds]
 
     def column(values: Sequence[float]) -> Floats:
@@ -102,6 +106,8 @@ def layer_arrays(
         backward_s=backward_s,
         forward_fixed_s=forward_fixed_s,
         backward_fixed_s=backward_fixed_s,
+        forward_least_s=forward_least_s,
+        backward_least_s=backward_least_s,
         recompute_s=recompute_s,
         split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),
         replicated_activation_bytes=column([kind.replicated_activation_bytes for kind in kinds]),
@@ -149,12 +155,15 @@ def _measured(
     if kind.tensor_parallel is not None:
         forward_s *= (time.tp if time else 1) / tp
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
+    least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
     more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
     return (
         forward_s,
         forward_s * ratio,
         (overhead_s if fixed[0] is None else fixed[0]) + more[0],
         (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
+        least[0] + more[0],
+        least[1] + more[1],
         time.recompute_s if time else 0.0,
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,

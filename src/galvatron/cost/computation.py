@@ -1,7 +1,8 @@
 """Time of computation (docs/cost-model.md, "Computation").
 
 Paper Section 3.4: samples times the profiled time of one sample, backward twice forward, both divided by TP; beyond
-the paper a fixed overhead a layer and micro-batch, recompute, and the optimizer step.
+the paper a fixed overhead a layer and micro-batch, the time that starting kernels takes at least, recompute, and the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _ADAM_BYTES = 28
 
 def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
     """Forward of this many samples on each device."""
-    seconds: Floats = samples * layers.forward_s + layers.forward_fixed_s
+    seconds: Floats = np.maximum(samples * layers.forward_s + layers.forward_fixed_s, layers.forward_least_s)
     return seconds
 
 
 def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Backward of this many samples, with the second forward where the layer is recomputed."""
-    seconds: Floats = samples * layers.backward_s + layers.backward_fixed_s
+    seconds: Floats = np.maximum(samples * layers.backward_s + layers.backward_fixed_s, layers.backward_least_s)
     return seconds + strategies.recompute * (forward_s(samples, layers) + layers.recompute_s)
 
 

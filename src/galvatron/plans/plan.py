@@ -32,7 +32,7 @@ __all__ = [
     "layer_runs",
 ]
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,16 +112,22 @@ def profile_view(profile: ModelProfile) -> RenderableType:
     for time in profile.times:
         fixed = [0.0 if one is None else one for one in (time.forward_fixed_s, time.backward_fixed_s)]
         slopes = [time.forward_s, time.forward_s * time.backward_ratio]
+        least = [time.forward_least_s, time.backward_least_s]
         memory = profile.memory_of(time.layer, time.tp, sequence_parallel=time.sequence_parallel)
         table.add_row(
             time.layer,
             f"{time.tp}{'+sp' if time.sequence_parallel else ''}",
-            *(f"{format_seconds(s)} + {format_seconds(f)}" for s, f in zip(slopes, fixed, strict=True)),
+            *map(_line, slopes, fixed, least),
             "–" if memory is None else format_bytes(memory.activation_bytes),
             "–" if memory is None else format_bytes(memory.transient_bytes),
         )
     title = Text(f"{profile.name}: one sample more + whatever the number", style="bold")
     return Group(title, table, Text(profile.source, style="dim"))
+
+
+def _line(slope_s: float, fixed_s: float, least_s: float) -> str:
+    line = f"{format_seconds(slope_s)} + {format_seconds(fixed_s)}"
+    return f"{line}, at least {format_seconds(least_s)}" if least_s > slope_s + fixed_s else line
 
 
 def _rate(flops_per_s: float) -> str:

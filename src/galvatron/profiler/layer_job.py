@@ -73,10 +73,16 @@ class LayerJob:
     model: ModelSpec
     ways: tuple[Way, ...]
     samples: tuple[int, ...]
+    """Of a layer that is not split."""
     devices: int
     """Processes that measure at once: as many as will share the cores."""
     rounds: int
     block_s: float = 0.03
+
+    def counts(self, way: Way) -> tuple[int, ...]:
+        """Numbers of samples to measure: one, and where TP divides the work so many more that there is as much of it.
+        A group of TP has that many more samples of a batch, too."""
+        return tuple(sorted({1, *(count * way.tp for count in self.samples)}))
 
     def prepare(self) -> None:
         from galvatron.profiler import layer_runs  # noqa: F401
@@ -93,10 +99,10 @@ class LayerJob:
             probes = {
                 LayerProbe(way=way, samples=samples): bench.probe(way, samples)
                 for way in self.ways
-                for samples in self.samples
+                for samples in self.counts(way)
             }
             blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
             whole = [way for way in self.ways if not (way.sharded or way.recompute)]
-            memory = bench.memory(whole, self.samples) if crew.rank == 0 else {}
+            memory = {way: bench.memory(way, self.counts(way)) for way in whole} if crew.rank == 0 else {}
             crew.meet()
         return LayerFindings(device=device_name(crew), blocks=blocks, memory=memory)

@@ -5,7 +5,7 @@ A layer is a stage of its own here, in a world where the other ranks of its TP g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ class Bench:
         clock = self._crew.compute_clock
         return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
 
-    def memory(self, ways: Iterable[Way], samples: Sequence[int]) -> dict[Way, list[LayerBytes]]:
+    def memory(self, way: Way, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
-        return {way: [self._weigh(way, count) for count in (min(samples), max(samples))] for way in ways}
+        return [self._weigh(way, count) for count in (min(samples), max(samples))]
 
     def _weigh(self, way: Way, samples: int) -> LayerBytes:
         run = _Run(self, way, samples)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
-from galvatron.profiler.figures import NOISY, fit_line, quality_of, reading_of
+from galvatron.profiler.figures import NOISY, Line, fit_line, quality_of, reading_of
 from galvatron.profiler.layer_job import LayerBytes, LayerFindings, LayerJob, LayerProbe, Way
 from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
@@ -28,6 +28,9 @@ _LOG = logging.getLogger(__name__)
 _SAMPLES = (1, 2, 4, 8)
 _LONGEST_S = 2.0
 """Of one forward and backward: larger numbers of samples are left out."""
+_MEMORY_SHARE = 0.25
+"""Of a device's memory, for what one layer saves of its samples: larger numbers of them are left out."""
+_CLEARLY = 1.5
 _LEAST_S = 1e-9
 
 
@@ -58,7 +61,7 @@ def profile_model(
     job = LayerJob(
         model=model,
         ways=_ways(model, degrees, cluster.devices),
-        samples=_samples(model, cluster),
+        samples=_samples(model, cluster, max(degrees)),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )
@@ -115,12 +118,16 @@ def _ways(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, 
     return (*split, *other)
 
 
-def _samples(model: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
-    """Batch sizes that a layer does in a short time; at least two, so that there is a line through them."""
+def _samples(model: ModelSpec, cluster: Cluster, tp: int) -> tuple[int, ...]:
+    """Batch sizes that a layer does in a short time and that fit, with TP up to this degree; at least two, so that
+    there is a line through them."""
     flops = 3 * max(kind.forward_flops for kind in model.kinds)
     one_s = flops / cluster.device.flops_per_s(model.training.precision)
-    short = tuple(count for count in _SAMPLES if count * one_s <= _LONGEST_S)
-    return short if len(short) > 1 else _SAMPLES[:2]
+    # Split layers are given so many times the samples (``LayerJob.counts``).
+    one_bytes = max(1, *(kind.split_activation_bytes + tp * kind.replicated_activation_bytes for kind in model.kinds))
+    most = min(_LONGEST_S / one_s, _MEMORY_SHARE * cluster.device.memory_bytes / one_bytes)
+    few = tuple(count for count in _SAMPLES if count <= most)
+    return few if len(few) > 1 else _SAMPLES[:2]
 
 
 def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
@@ -143,10 +150,12 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
 
 
 def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
-    lines = [
-        fit_line([(probe.samples, seconds) for probe, seconds in part.items() if probe.way == way])
+    measured = [
+        [(probe.samples, seconds) for probe, seconds in part.items() if probe.way == way]
         for part in (forward, backward)
     ]
+    least = [min(seconds for _, seconds in points) for points in measured]
+    lines = [_line(points, least_s) for points, least_s in zip(measured, least, strict=True)]
     # A layer that does next to nothing for each sample still has a ratio of its passes.
     slopes = [max(line.slope, line.fixed * 1e-3, _LEAST_S) for line in lines]
     return LayerTime(
@@ -155,12 +164,21 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
         backward_ratio=_rounded(min(max(slopes[1] / slopes[0], 0.01), 10_000)),
         forward_fixed_s=_rounded(lines[0].fixed),
         backward_fixed_s=_rounded(lines[1].fixed),
+        forward_least_s=_rounded(least[0]),
+        backward_least_s=_rounded(least[1]),
         forward_sharded_s=_sharding_s(way, forward),
         backward_sharded_s=_sharding_s(way, backward),
         recompute_s=_recompute_s(way, forward, backward),
         tp=way.tp,
         sequence_parallel=way.sequence_parallel,
     )
+
+
+def _line(points: Sequence[tuple[int, float]], least_s: float) -> Line:
+    """Through those that clearly take longer than the shortest: few samples may take what starting their kernels does,
+    however few they are."""
+    longer = [(samples, seconds) for samples, seconds in points if seconds > _CLEARLY * least_s]
+    return fit_line(longer if len(longer) > 1 else points)
 
 
 def _plain(way: Way) -> Way:

@@ -15,7 +15,7 @@ __all__ = ["LayerMemory", "LayerTime", "ModelProfile"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTime:
-    """Time of one kind of layer on one device: samples × slope + a fixed part."""
+    """Time of one kind of layer on one device: samples × slope + a fixed part, and never below a least time."""
 
     layer: str
     """The layer's name in the model."""
@@ -27,6 +27,9 @@ class LayerTime:
     """What forward takes besides, however few the samples; None: the device's overhead of a layer."""
     backward_fixed_s: float | None = None
     """The same for backward; None: twice the device's overhead of a layer."""
+    forward_least_s: float = 0.0
+    """What a GPU's process takes to start the kernels of forward: with few samples the kernels are done sooner."""
+    backward_least_s: float = 0.0
     forward_sharded_s: float = 0.0
     """What forward takes more where parameters are sharded: hooks, copies out of messages. Not the messages."""
     backward_sharded_s: float = 0.0
