@@ -38,7 +38,9 @@ _LAYER = Table(
         Entry("backward_ratio", "backward_ratio", number(0.01, 10_000), "backward time over forward time"),
         Entry("forward_fixed", "forward_fixed_s", duration("0s", "1000s"), "forward time besides that of the samples"),
         Entry("backward_fixed", "backward_fixed_s", duration("0s", "1000s"), "the same for backward"),
-        Entry("forward_least", "forward_least_s", duration("0s", "1000s"), "least forward time, however few the samples"),
+        Entry(
+            "forward_least", "forward_least_s", duration("0s", "1000s"), "least forward time, however few the samples"
+        ),
         Entry("backward_least", "backward_least_s", duration("0s", "1000s"), "the same for backward"),
         Entry(
             "forward_sharded",
