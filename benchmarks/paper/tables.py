@@ -79,7 +79,7 @@ def verdict_table(runs: Sequence[Run]) -> str:
         rows.append(
             [
                 column.model,
-                column.budget if column.boots == 1 else f"{column.budget} ({column.boots} boots)",
+                f"{column.budget}{_notes(column)}",
                 "–" if baseline is None else f"{_TITLES[baseline.system]} {baseline.samples_per_s:.2f}",
                 "–" if column.lead is None else f"{column.lead:.2f}",
                 _yes(column.leads),
@@ -88,8 +88,20 @@ def verdict_table(runs: Sequence[Run]) -> str:
         )
     head = ["model", "budget", "best baseline", "ours over it", "at least as fast", "predicted best over measured best"]
     broken = broken_promises(runs)
-    told = "; ".join(f"{run.cell} at batch {run.batch}" for run in broken) or "none"
-    return f"{_table(head, rows)}\n\nPlans of ours said to fit that ran out of memory: {told}."
+    told = f"Plans of ours said to fit that ran out of memory: {_named(broken.standing) or 'none'}."
+    if broken.mended:
+        told += f" With earlier figures of cluster or model: {_named(broken.mended)}."
+    return f"{_table(head, rows)}\n\n{told}"
+
+
+def _notes(column: Column) -> str:
+    boots, still_open = column.boots, column.open_systems
+    notes = [f"{boots} boots"] * (boots > 1) + [f"{still_open} rows open"] * (still_open > 0)
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def _named(runs: Sequence[Run]) -> str:
+    return "; ".join(f"{run.cell} at batch {run.batch}" for run in runs)
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -100,16 +112,20 @@ def summary(runs: Sequence[Run]) -> str:
     leads = [column.lead for column in compared if column.lead is not None]
     best = [column.predicted_best for column in compared if column.predicted_best is not None]
     ours = next(one for one in reversed(estimations(runs)) if one.program == "galvatron")
-    broken = len(broken_promises(runs))
+    promises = broken_promises(runs)
+    broken, before = len(promises.standing), len(promises.mended)
     behind = ", ".join(f"{column.model} at {column.budget}" for column in compared if not column.leads)
+    partly = ", ".join(f"{column.model} at {column.budget}" for column in compared if column.open_systems)
     return (
         f"Our plan is at least as fast as the best baseline, within the spread of the runs, in "
         f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget"
-        f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput). What was "
+        f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput"
+        f"{f'; {partly} with some baselines only' if partly else ''}). What was "
         f"predicted to be best is within 5% of the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. "
         f"Predicted iterations are off by {ours.time:.1%} on average, without the overlap slowdown by "
         f"{ours.time_without_slowdown:.1%}, memory by {ours.memory:.1%}; {broken or 'no'} plan"
-        f"{'s' if broken > 1 else ''} of ours said to fit ran out of memory."
+        f"{'s' if broken > 1 else ''} of ours said to fit ran out of memory"
+        f"{f' ({before} did before the planner left more to the allocator)' if before else ''}."
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cells import Run, deciding
+from systems import SYSTEMS
 
-__all__ = ["Column", "broken_promises", "columns"]
+__all__ = ["BrokenPromises", "Column", "broken_promises", "columns"]
 
 OURS = "galvatron"
 _BESIDE = ("galvatron", "galvatron-extended")
@@ -30,6 +31,12 @@ class Column:
     def boots(self) -> int:
         """Boots of the machine in which it was run: speeds differ between them."""
         return len({run.facts.get("boot") for run in self.runs})
+
+    @property
+    def open_systems(self) -> int:
+        """How many baselines have not been run."""
+        known = {run.system for run in self.runs}
+        return sum(system.name not in {*known, *_BESIDE} for system in SYSTEMS)
 
     @property
     def best_baseline(self) -> Run | None:
@@ -76,7 +83,24 @@ def columns(runs: Iterable[Run]) -> list[Column]:
     return [Column(model=model, budget=budget, runs=tuple(systems)) for (model, budget), systems in found.items()]
 
 
-def broken_promises(runs: Sequence[Run]) -> list[Run]:
+@dataclass(frozen=True)
+class BrokenPromises:
     """Runs of our runtime that were said to fit and ran out of memory."""
+
+    standing: list[Run]
+    mended: list[Run]
+    """Of cells that were since planned anew with other figures of the cluster or the model, and went well."""
+
+
+def broken_promises(runs: Sequence[Run]) -> BrokenPromises:
+    counting = deciding(runs)
     own = [run for run in runs if run.program == "galvatron" and not run.same_as]
-    return [run for run in own if run.status == "oom" and run.said_to_fit]
+    broken = [run for run in own if run.status == "oom" and run.said_to_fit]
+
+    def mended(run: Run) -> bool:
+        counts = counting[run.cell]
+        return counts.status == "ok" and any(counts.facts.get(of) != run.facts.get(of) for of in ("cluster", "profile"))
+
+    return BrokenPromises(
+        standing=[run for run in broken if not mended(run)], mended=[run for run in broken if mended(run)]
+    )

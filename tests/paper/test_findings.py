@@ -65,13 +65,34 @@ def test_predicted_best_beside_measured_best() -> None:
 
 def test_broken_promises_are_ours_and_said_to_fit() -> None:
     runs = [_run("dp", program="stock"), _run("galvatron"), _run("tp", said_to_fit=False), _run("sdp", (1.0,))]
-    assert [run.system for run in broken_promises(runs)] == ["galvatron"]
+    assert [run.system for run in broken_promises(runs).standing] == ["galvatron"]
+
+
+def test_a_broken_promise_is_mended_where_other_figures_gave_a_plan_that_ran() -> None:
+    broken, smaller = _run("pp", facts={"cluster": "a"}), _run("pp", (2.0,), batch=8, facts={"cluster": "a"})
+    anew, failed = _run("pp", (2.0,), batch=8, facts={"cluster": "b"}), _run("pp", facts={"cluster": "b"})
+    for runs, standing, mended in (
+        ([broken, smaller], [broken], []),  # the same figures would give the same plan again
+        ([broken, anew], [], [broken]),
+        ([broken, failed], [broken, failed], []),
+    ):
+        found = broken_promises(runs)
+        assert (found.standing, found.mended) == (standing, mended)
+    told = verdict_table([broken, anew])
+    assert "ran out of memory: none. With earlier figures" in told
 
 
 def test_a_column_from_two_boots_says_so() -> None:
     runs = [_run("dp", (2.0,), facts={"boot": "a"}), _run("galvatron", (2.0,), facts={"boot": "b"})]
-    assert "| 8GB (2 boots) |" in verdict_table(runs)
+    assert "| 8GB (2 boots, 6 rows open) |" in verdict_table(runs)
     assert "boots" not in verdict_table(runs[:1])
+
+
+def test_a_column_whose_baselines_have_all_run_has_no_row_open() -> None:
+    runs = [_run(system, (2.0,)) for system in ("dp", "sdp", "tp", "pp", "dp+tp", "dp+pp", "3d", "galvatron")]
+    assert "| 8GB |" in verdict_table(runs)
+    assert "some baselines only" not in summary(runs)
+    assert "bert-huge-32 at 8GB with some baselines only" in summary(runs[1:])
 
 
 def test_the_last_run_that_went_well_counts() -> None:
@@ -127,11 +148,11 @@ def test_tables() -> None:
     assert "| SDP | FSDP2 | 4.00 (16) | – |" in lines
     assert "| TP | DTensor | OOM at 16 | – |" in lines
     assert "| **ours** | ours | **8.00 (16)** | **16.00 (16)** |" in lines
-    assert "| bert-huge-32 | 8GB | SDP 4.00 | 2.00 | yes | 1.00 |" in verdict_table(runs)
+    assert "| bert-huge-32 | 8GB (4 rows open) | SDP 4.00 | 2.00 | yes | 1.00 |" in verdict_table(runs)
     assert "ran out of memory: none." in verdict_table(runs)
     assert "ran out of memory: bert-huge-32 8GB 3d at batch 16." in verdict_table([*runs, _run("3d")])
     told = summary(runs)
-    assert "in 1 of 1 columns (model and budget; 2.00 to 2.00 times its throughput)" in told
+    assert "in 1 of 1 columns (model and budget; 2.00 to 2.00 times its throughput; bert-huge-32 at 8GB with" in told
     assert "no plan of ours said to fit ran out of memory" in told
     assert estimation_table(runs).splitlines()[2].startswith("| bert-huge-32 | ours | 2 |")
 
