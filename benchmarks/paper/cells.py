@@ -88,9 +88,17 @@ class Run:
 
     @property
     def program_run(self) -> tuple[Any, ...]:
-        """What two runs that do the same have in common."""
-        places = (self.model, self.budget, self.facts.get("cluster"), self.facts.get("profile"))
-        return (*places, self.program, self.batch, self.micro_batches, self.schedule, self.plan)
+        """What two runs that do the same by the same figures have in common."""
+        return (self.model, self.budget, self.figures, self.doing)
+
+    @property
+    def figures(self) -> tuple[Any, ...]:
+        """Of cluster and model, that it was planned with."""
+        return (self.facts.get("cluster"), self.facts.get("profile"))
+
+    @property
+    def doing(self) -> tuple[Any, ...]:
+        return (self.program, self.batch, self.micro_batches, self.schedule, self.plan)
 
     @property
     def iteration_s(self) -> float:

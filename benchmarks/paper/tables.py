@@ -96,7 +96,7 @@ def verdict_table(runs: Sequence[Run]) -> str:
 
 def _notes(column: Column) -> str:
     boots, still_open = column.boots, column.open_systems
-    notes = [f"{boots} boots"] * (boots > 1) + [f"{still_open} rows open"] * (still_open > 0)
+    notes = [f"{boots} boots"] * (boots > 1) + [f"rows open: {still_open}"] * (still_open > 0)
     return f" ({', '.join(notes)})" if notes else ""
 
 
@@ -106,7 +106,8 @@ def _named(runs: Sequence[Run]) -> str:
 
 def summary(runs: Sequence[Run]) -> str:
     """The verdicts in a few sentences."""
-    compared = [column for column in columns(runs) if column.leads is not None]
+    begun = [column for column in columns(runs) if column.leads is not None]
+    compared = [column for column in begun if not column.open_systems]
     if not any(column.lead for column in compared):
         return _NOTHING
     leads = [column.lead for column in compared if column.lead is not None]
@@ -115,17 +116,17 @@ def summary(runs: Sequence[Run]) -> str:
     promises = broken_promises(runs)
     broken, before = len(promises.standing), len(promises.mended)
     behind = ", ".join(f"{column.model} at {column.budget}" for column in compared if not column.leads)
-    partly = ", ".join(f"{column.model} at {column.budget}" for column in compared if column.open_systems)
+    partly = ", ".join(f"{column.model} at {column.budget}" for column in begun if column.open_systems)
     return (
         f"Our plan is at least as fast as the best baseline, within the spread of the runs, in "
         f"{sum(column.leads is True for column in compared)} of {len(compared)} columns (model and budget"
         f"{f', not {behind}' if behind else ''}; {min(leads):.2f} to {max(leads):.2f} times its throughput"
-        f"{f'; {partly} with some baselines only' if partly else ''}). What was "
+        f"{f'; begun: {partly}' if partly else ''}). What was "
         f"predicted to be best is within 5% of the best measured in {sum(one >= 0.95 for one in best)} of {len(best)}. "
         f"Predicted iterations are off by {ours.time:.1%} on average, without the overlap slowdown by "
         f"{ours.time_without_slowdown:.1%}, memory by {ours.memory:.1%}; {broken or 'no'} plan"
         f"{'s' if broken > 1 else ''} of ours said to fit ran out of memory"
-        f"{f' ({before} did before the planner left more to the allocator)' if before else ''}."
+        f"{f' ({before} did, planned with earlier figures)' if before else ''}."
     )
 
 

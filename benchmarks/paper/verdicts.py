@@ -77,7 +77,7 @@ def columns(runs: Iterable[Run]) -> list[Column]:
     counting = deciding(runs)
     for cell, run in counting.items():
         twin = counting.get(replace(cell, system=run.same_as))
-        if twin is not None and twin.program_run == run.program_run:
+        if twin is not None and twin.doing == run.doing:
             run = replace(twin, system=run.system, said_to_fit=run.said_to_fit, same_as=run.same_as)
         found.setdefault((cell.model, cell.budget), []).append(run)
     return [Column(model=model, budget=budget, runs=tuple(systems)) for (model, budget), systems in found.items()]
@@ -89,18 +89,14 @@ class BrokenPromises:
 
     standing: list[Run]
     mended: list[Run]
-    """Of cells that were since planned anew with other figures of the cluster or the model, and went well."""
+    """Of cells that were later planned with other figures of the cluster or the model, and then went well."""
 
 
 def broken_promises(runs: Sequence[Run]) -> BrokenPromises:
-    counting = deciding(runs)
-    own = [run for run in runs if run.program == "galvatron" and not run.same_as]
-    broken = [run for run in own if run.status == "oom" and run.said_to_fit]
-
-    def mended(run: Run) -> bool:
-        counts = counting[run.cell]
-        return counts.status == "ok" and any(counts.facts.get(of) != run.facts.get(of) for of in ("cluster", "profile"))
-
-    return BrokenPromises(
-        standing=[run for run in broken if not mended(run)], mended=[run for run in broken if mended(run)]
-    )
+    found = BrokenPromises(standing=[], mended=[])
+    for number, run in enumerate(runs):
+        if run.program == "galvatron" and not run.same_as and run.status == "oom" and run.said_to_fit:
+            later = deciding(runs[number + 1 :]).get(run.cell)
+            mended = later is not None and later.status == "ok" and later.figures != run.figures
+            (found.mended if mended else found.standing).append(run)
+    return found

@@ -159,11 +159,26 @@ def test_measured_times_are_preferred() -> None:
     assert steady == pytest.approx(2 * 0.5 + H + 2 * 1.5 + 2 * H)
 
 
-@pytest.mark.parametrize(("least_s", "expected_s"), [(0.5, 2 * 0.5 + H), (1.5, 1.5)])
-def test_a_layer_takes_no_less_than_starting_its_kernels(least_s: float, expected_s: float) -> None:
-    time = LayerTime(layer="block", forward_s=0.5, backward_ratio=3.0, forward_least_s=least_s)
-    steady, _ = times(stage("dp4", profile=ModelProfile(name="p", times=(time,))), 8)
-    assert steady == pytest.approx(expected_s + 2 * 1.5 + 2 * H)
+@pytest.mark.parametrize(
+    ("strategy", "least", "more_s"),
+    [
+        ("dp4", (0.5, 1.0), 0.0),  # both are below what two samples take
+        ("dp4", (1.5, 1.0), 1.5 - 1.0 - H),
+        ("dp4", (0.5, 4.0), 4.0 - 3.0 - 2 * H),
+        ("dp4+rc", (1.5, 1.0), 2 * (1.5 - 1.0 - H)),
+        ("dp4+zero2", (1.5, 4.0), 1.5 - 1.0 - H + 4.0 - 3.0 - 2 * H),  # what sharding adds comes on top of either
+        ("tp4", (1.5, 4.0), 1.5 - 1.0 - H + 4.0 - 3.0 - 2 * H),  # not measured: a quarter of eight samples
+    ],
+)
+def test_a_layer_takes_no_less_than_starting_its_kernels(
+    strategy: str, least: tuple[float, float], more_s: float
+) -> None:
+    line = LayerTime(layer="block", forward_s=0.5, backward_ratio=3.0, forward_sharded_s=0.2, backward_sharded_s=0.3)
+    never_less = replace(line, forward_least_s=least[0], backward_least_s=least[1])
+    with_least, without = (
+        times(stage(strategy, profile=ModelProfile(name="p", times=(time,))), 8)[0] for time in (never_less, line)
+    )
+    assert with_least - without == pytest.approx(more_s)
 
 
 def test_each_collective_has_its_own_measured_figures() -> None:

@@ -75,6 +75,7 @@ def test_a_broken_promise_is_mended_where_other_figures_gave_a_plan_that_ran() -
         ([broken, smaller], [broken], []),  # the same figures would give the same plan again
         ([broken, anew], [], [broken]),
         ([broken, failed], [broken, failed], []),
+        ([anew, broken], [broken], []),  # it went well before, not since
     ):
         found = broken_promises(runs)
         assert (found.standing, found.mended) == (standing, mended)
@@ -84,15 +85,26 @@ def test_a_broken_promise_is_mended_where_other_figures_gave_a_plan_that_ran() -
 
 def test_a_column_from_two_boots_says_so() -> None:
     runs = [_run("dp", (2.0,), facts={"boot": "a"}), _run("galvatron", (2.0,), facts={"boot": "b"})]
-    assert "| 8GB (2 boots, 6 rows open) |" in verdict_table(runs)
+    assert "| 8GB (2 boots, rows open: 6) |" in verdict_table(runs)
     assert "boots" not in verdict_table(runs[:1])
 
 
 def test_a_column_whose_baselines_have_all_run_has_no_row_open() -> None:
     runs = [_run(system, (2.0,)) for system in ("dp", "sdp", "tp", "pp", "dp+tp", "dp+pp", "3d", "galvatron")]
     assert "| 8GB |" in verdict_table(runs)
-    assert "some baselines only" not in summary(runs)
-    assert "bert-huge-32 at 8GB with some baselines only" in summary(runs[1:])
+    assert "begun" not in summary(runs)
+    other = [_run(system, (1.0,), budget="12GB") for system in ("dp", "galvatron")]
+    told = summary([*runs, *other])
+    assert "in 1 of 1 columns (model and budget; 1.00 to 1.00 times its throughput; begun: bert-huge-32 at" in told
+
+
+def test_systems_that_run_one_plan_have_what_was_last_measured_of_it() -> None:
+    facts, anew = {"cluster": "a"}, {"cluster": "b"}
+    shared = _run("dp+pp", (2.0,), same_as="galvatron", facts=facts)
+    (column,) = columns([_run("galvatron", (2.0,), facts=facts), shared, _run("galvatron", (1.9,), facts=anew)])
+    other = column.of("dp+pp")
+    assert other is not None
+    assert other.iterations_s == (1.9,)
 
 
 def test_the_last_run_that_went_well_counts() -> None:
@@ -148,11 +160,12 @@ def test_tables() -> None:
     assert "| SDP | FSDP2 | 4.00 (16) | – |" in lines
     assert "| TP | DTensor | OOM at 16 | – |" in lines
     assert "| **ours** | ours | **8.00 (16)** | **16.00 (16)** |" in lines
-    assert "| bert-huge-32 | 8GB (4 rows open) | SDP 4.00 | 2.00 | yes | 1.00 |" in verdict_table(runs)
+    assert "| bert-huge-32 | 8GB (rows open: 4) | SDP 4.00 | 2.00 | yes | 1.00 |" in verdict_table(runs)
     assert "ran out of memory: none." in verdict_table(runs)
     assert "ran out of memory: bert-huge-32 8GB 3d at batch 16." in verdict_table([*runs, _run("3d")])
-    told = summary(runs)
-    assert "in 1 of 1 columns (model and budget; 2.00 to 2.00 times its throughput; bert-huge-32 at 8GB with" in told
+    complete = [*runs[1:], *(_run(system, (6.0,)) for system in ("dp", "tp", "pp", "dp+tp", "dp+pp", "3d"))]
+    told = summary(complete)
+    assert "in 1 of 1 columns (model and budget; 2.00 to 2.00 times its throughput)" in told
     assert "no plan of ours said to fit ran out of memory" in told
     assert estimation_table(runs).splitlines()[2].startswith("| bert-huge-32 | ours | 2 |")
 

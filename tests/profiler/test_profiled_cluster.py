@@ -45,7 +45,7 @@ def test_nothing_is_faster_beside_something_else(measured: float) -> None:
     assert cluster_of(findings(Truth(overlap_slowdown=measured))).overlap_slowdown == 1.0
 
 
-@pytest.mark.parametrize(("backend", "fragmentation"), [("nccl", 0.05), ("gloo", 0.0)])
+@pytest.mark.parametrize(("backend", "fragmentation"), [("nccl", 0.06), ("gloo", 0.0)])
 def test_a_gpu_has_an_allocator_that_loses_some(backend: str, fragmentation: float) -> None:
     assert cluster_of(findings(Truth(backend=backend))).fragmentation == fragmentation
 

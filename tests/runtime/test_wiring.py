@@ -43,3 +43,5 @@ def test_a_tied_weight_takes_a_group_only_of_stages_that_use_it(small: bool) -> 
     unconcerned, first, second = _stages(3)
     assert () not in [group.ranks for group in needed_groups([unconcerned], 4, [tie], Schedule.GPIPE)]
     assert (2, 3, 4, 5) in [group.ranks for group in needed_groups([first, second], 4, [tie], Schedule.GPIPE)]
+    alone = [group.ranks for group in needed_groups([unconcerned, first], 4, [tie], Schedule.GPIPE)]
+    assert ((2, 3) in alone) is small  # each rank has a small one whole, and its gradient is summed

@@ -133,8 +133,10 @@ def _check_space(plan: Plan) -> None:
         raise InvalidInput(
             f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
         )
-    if plan.profile is not None and any(not 0 < time.forward_s < 1e6 for time in plan.profile.times):
-        raise InvalidInput("profile.times: forward times must be positive seconds")
+    for time in () if plan.profile is None else plan.profile.times:
+        seconds = {name: value for name, value in asdict(time).items() if name.endswith("_s") and value is not None}
+        if time.forward_s <= 0 or not all(0 <= value < 1e6 for value in seconds.values()):
+            raise InvalidInput(f"profile.times: those of {time.layer} must be seconds, forward_s more than 0")
 
 
 def _check_numbers(plan: Plan) -> None:

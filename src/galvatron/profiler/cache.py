@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["cached_file", "keep", "key_of"]
 
-_VERSION = 8
+_VERSION = 9
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GALVATRON_VIRTUAL")

@@ -60,6 +60,9 @@ class Line:
     fixed: float
     slope: float
 
+    def at(self, x: float) -> float:
+        return self.fixed + self.slope * x
+
 
 def reading_of(blocks: Sequence[Block], part: int = 0) -> Reading:
     """What the undisturbed blocks say, or where these are few the least disturbed ones."""

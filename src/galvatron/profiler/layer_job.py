@@ -71,18 +71,15 @@ class LayerJob:
     """Measure these layers."""
 
     model: ModelSpec
-    ways: tuple[Way, ...]
-    samples: tuple[int, ...]
-    """Of a layer that is not split."""
+    probes: tuple[LayerProbe, ...]
     devices: int
     """Processes that measure at once: as many as will share the cores."""
     rounds: int
     block_s: float = 0.03
 
-    def counts(self, way: Way) -> tuple[int, ...]:
-        """Numbers of samples to measure: one, and where TP divides the work so many more that there is as much of it.
-        A group of TP has that many more samples of a batch, too."""
-        return tuple(sorted({1, *(count * way.tp for count in self.samples)}))
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return tuple(dict.fromkeys(probe.way for probe in self.probes))
 
     def prepare(self) -> None:
         from galvatron.profiler import layer_runs  # noqa: F401
@@ -96,13 +93,13 @@ class LayerJob:
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
         with alone_as(0, max(way.ranks for way in self.ways)):
             bench = Bench(self.model, crew)
-            probes = {
-                LayerProbe(way=way, samples=samples): bench.probe(way, samples)
-                for way in self.ways
-                for samples in self.counts(way)
-            }
+            largest_first = sorted(self.probes, key=lambda probe: -probe.samples)
+            probes = {probe: bench.probe(probe.way, probe.samples) for probe in largest_first}
             blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
             whole = [way for way in self.ways if not (way.sharded or way.recompute)]
-            memory = {way: bench.memory(way, self.counts(way)) for way in whole} if crew.rank == 0 else {}
+            memory = {way: bench.memory(way, self._samples(way)) for way in whole} if crew.rank == 0 else {}
             crew.meet()
         return LayerFindings(device=device_name(crew), blocks=blocks, memory=memory)
+
+    def _samples(self, way: Way) -> list[int]:
+        return [probe.samples for probe in self.probes if probe.way == way]

@@ -48,6 +48,7 @@ class Bench:
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
         self._settings = Settings(device=crew.device, dtype=narrow, master_dtype=torch.float32, seed=0)
         self._assemblies: dict[Way, Assembly] = {}
+        self._kept: dict[tuple[int, ...], Tensor] = {}
         self._elsewhere = torch.zeros(_CACHE_BYTES[crew.device.type] // 4, device=crew.device)
 
     def probe(self, way: Way, samples: int) -> Probe:
@@ -120,12 +121,20 @@ class Bench:
         reader = Reader(self._cut, needs, Placements([layout], rows), 0, micro_batches=1, device=device, dtype=dtype)
         local = reader.local(batch)
         parts = way.tp if way.sequence_parallel else 1
-        tensors = []
-        if way.index:
-            for shape in self._cut.carried(way.index, local.shapes):
-                tensor = torch.empty((samples, shape[0] // parts, *shape[1:]), dtype=dtype, device=device)
-                tensors.append(tensor.normal_(std=_SPREAD).requires_grad_())
-        return tuple(tensors), local.micro_batches[0], local.targets
+        shapes = self._cut.carried(way.index, local.shapes) if way.index else ()
+        tensors = tuple(
+            self._random(number, samples, (shape[0] // parts, *shape[1:])) for number, shape in enumerate(shapes)
+        )
+        return tensors, local.micro_batches[0], local.targets
+
+    def _random(self, number: int, samples: int, shape: tuple[int, ...]) -> Tensor:
+        """A layer's input of that number. It is only read, so all runs have it in one place; ask for the most samples
+        first."""
+        kept = self._kept.get((number, *shape))
+        if kept is None or len(kept) < samples:
+            kept = torch.empty((samples, *shape), dtype=self._settings.dtype, device=self._settings.device)
+            self._kept[number, *shape] = kept.normal_(std=_SPREAD)
+        return kept[:samples].detach().requires_grad_()
 
     def is_last(self, way: Way) -> bool:
         return way.index == len(self._cut.layers) - 1

@@ -14,6 +14,7 @@ from galvatron.errors import InvalidInput
 from galvatron.profiler import cache
 from galvatron.profiler.figures import NOISY, Line, fit_line, quality_of, reading_of
 from galvatron.profiler.layer_job import LayerBytes, LayerFindings, LayerJob, LayerProbe, Way
+from galvatron.profiler.layer_probes import probes_of, ways_of
 from galvatron.profiler.processes import Progress, measured, under_torchrun
 from galvatron.profiler.provenance import provenance
 from galvatron.space import divisors
@@ -25,12 +26,8 @@ from galvatron.zoo.profile_files import dump_profile
 __all__ = ["profile_model", "profile_of"]
 
 _LOG = logging.getLogger(__name__)
-_SAMPLES = (1, 2, 4, 8)
-_LONGEST_S = 2.0
-"""Of one forward and backward: larger numbers of samples are left out."""
-_MEMORY_SHARE = 0.25
-"""Of a device's memory, for what one layer saves of its samples: larger numbers of them are left out."""
 _CLEARLY = 1.5
+"""Factor from which on times are held to differ."""
 _LEAST_S = 1e-9
 
 
@@ -60,14 +57,13 @@ def profile_model(
     degrees = _degrees(cluster, tp_degrees)
     job = LayerJob(
         model=model,
-        ways=_ways(model, degrees, cluster.devices),
-        samples=_samples(model, cluster, max(degrees)),
+        probes=probes_of(model, cluster, ways_of(model, degrees, cluster.devices)),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )
     key = cache.key_of(
-        model=model.digest, config=model.config, degrees=degrees, samples=job.samples, devices=job.devices,
-        rounds=rounds,
+        model=model.digest, config=model.config, degrees=degrees, samples=[probe.samples for probe in job.probes],
+        devices=job.devices, rounds=rounds,
     )  # fmt: skip
     kept = cache.cached_file("model", key)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
@@ -89,45 +85,6 @@ def _degrees(cluster: Cluster, asked: Sequence[int] | None) -> list[int]:
                 f"{', '.join(map(str, possible))}"
             )
     return sorted({1, *(possible if asked is None else asked)})
-
-
-def _ways(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, ...]:
-    """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
-    first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
-    other = [
-        Way(
-            layer=kind.name,
-            index=first[kind.name],
-            tp=1,
-            sequence_parallel=False,
-            sharded=sharded,
-            recompute=not sharded,
-        )
-        for kind in model.kinds
-        for sharded in (True, False)
-        if not sharded or (devices > 1 and kind.parameters)
-    ]
-    split = [
-        Way(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
-        for kind in model.kinds
-        for degree in degrees
-        if degree == 1 or (kind.tensor_parallel is not None and kind.allows_tensor_parallel(degree))
-        for sequence in (False, True)
-        if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
-    ]
-    return (*split, *other)
-
-
-def _samples(model: ModelSpec, cluster: Cluster, tp: int) -> tuple[int, ...]:
-    """Batch sizes that a layer does in a short time and that fit, with TP up to this degree; at least two, so that
-    there is a line through them."""
-    flops = 3 * max(kind.forward_flops for kind in model.kinds)
-    one_s = flops / cluster.device.flops_per_s(model.training.precision)
-    # Split layers are given so many times the samples (``LayerJob.counts``).
-    one_bytes = max(1, *(kind.split_activation_bytes + tp * kind.replicated_activation_bytes for kind in model.kinds))
-    most = min(_LONGEST_S / one_s, _MEMORY_SHARE * cluster.device.memory_bytes / one_bytes)
-    few = tuple(count for count in _SAMPLES if count <= most)
-    return few if len(few) > 1 else _SAMPLES[:2]
 
 
 def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
@@ -154,8 +111,8 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
         [(probe.samples, seconds) for probe, seconds in part.items() if probe.way == way]
         for part in (forward, backward)
     ]
-    least = [min(seconds for _, seconds in points) for points in measured]
-    lines = [_line(points, least_s) for points, least_s in zip(measured, least, strict=True)]
+    (forward_line, forward_least_s), (backward_line, backward_least_s) = map(_line_and_least, measured)
+    lines = (forward_line, backward_line)
     # A layer that does next to nothing for each sample still has a ratio of its passes.
     slopes = [max(line.slope, line.fixed * 1e-3, _LEAST_S) for line in lines]
     return LayerTime(
@@ -164,8 +121,8 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
         backward_ratio=_rounded(min(max(slopes[1] / slopes[0], 0.01), 10_000)),
         forward_fixed_s=_rounded(lines[0].fixed),
         backward_fixed_s=_rounded(lines[1].fixed),
-        forward_least_s=_rounded(least[0]),
-        backward_least_s=_rounded(least[1]),
+        forward_least_s=_rounded(forward_least_s),
+        backward_least_s=_rounded(backward_least_s),
         forward_sharded_s=_sharding_s(way, forward),
         backward_sharded_s=_sharding_s(way, backward),
         recompute_s=_recompute_s(way, forward, backward),
@@ -174,11 +131,16 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
     )
 
 
-def _line(points: Sequence[tuple[int, float]], least_s: float) -> Line:
-    """Through those that clearly take longer than the shortest: few samples may take what starting their kernels does,
-    however few they are."""
+def _line_and_least(points: Sequence[tuple[int, float]]) -> tuple[Line, float]:
+    """Where few samples take what starting their kernels does, however few they are, the line goes through the others
+    and that time is the least; else it goes through all."""
+    least_s = min(seconds for _, seconds in points)
     longer = [(samples, seconds) for samples, seconds in points if seconds > _CLEARLY * least_s]
-    return fit_line(longer if len(longer) > 1 else points)
+    if len(longer) > 1:
+        line = fit_line(longer)
+        if least_s > _CLEARLY * line.at(min(samples for samples, _ in points)):
+            return line, least_s
+    return fit_line(points), 0.0
 
 
 def _plain(way: Way) -> Way:

@@ -28,7 +28,7 @@ class LayerTime:
     backward_fixed_s: float | None = None
     """The same for backward; None: twice the device's overhead of a layer."""
     forward_least_s: float = 0.0
-    """What a GPU's process takes to start the kernels of forward: with few samples the kernels are done sooner."""
+    """What a GPU's process takes to start the kernels of forward, where few samples are computed sooner."""
     backward_least_s: float = 0.0
     forward_sharded_s: float = 0.0
     """What forward takes more where parameters are sharded: hooks, copies out of messages. Not the messages."""

@@ -87,7 +87,7 @@ _CLUSTER = Table(
             "fragmentation",
             "fragmentation",
             number(0, 0.5),
-            "part of the other memory that is lost between tensors, such as 0.02",
+            "part of the other memory that is lost between tensors, such as 0.06",
         ),
         Entry(
             "overlap_slowdown",
