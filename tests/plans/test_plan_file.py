@@ -136,6 +136,17 @@ def test_wrong_fields_are_named(plan: Plan, folder: Path, path: tuple[str | int,
     assert f"broken.json: {field}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("forward_s", 0), ("forward_s", 1e9), ("forward_fixed_s", -1), ("backward_least_s", -1e-9), ("recompute_s", 1e7)],
+)
+def test_times_of_a_profile_are_seconds(folder: Path, field: str, value: float) -> None:
+    measured = galvatron.plan("bert-huge-32", "titan-rtx-8", memory="8GiB", batch=8, profile="titan-rtx-bert-huge")
+    broken = _write(folder, _edited(measured, "profile", "times", 0, field, value=value))
+    with pytest.raises(InvalidInput, match=r"broken\.json: profile\.times: those of \w+ must be seconds"):
+        Plan.load(broken)
+
+
 def test_sequences_that_cannot_be_divided_are_refused(folder: Path) -> None:
     """In 8 devices without a pipeline: an embedding has none, and 100 tokens are not eight equal parts."""
     plan = galvatron.plan("gpt2-medium", "titan-rtx-8", batch=8, space="tp", sequence_length=100)
