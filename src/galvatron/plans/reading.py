@@ -133,10 +133,10 @@ def _check_space(plan: Plan) -> None:
         raise InvalidInput(
             f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
         )
-    for time in () if plan.profile is None else plan.profile.times:
-        seconds = {name: value for name, value in asdict(time).items() if name.endswith("_s") and value is not None}
-        if time.forward_s <= 0 or not all(0 <= value < 1e6 for value in seconds.values()):
-            raise InvalidInput(f"profile.times: those of {time.layer} must be seconds, forward_s more than 0")
+    for index, time in enumerate(() if plan.profile is None else plan.profile.times):
+        for name, value in asdict(time).items():
+            if name.endswith("_s") and value is not None and not (0 <= value < 1e6 and (value or name != "forward_s")):
+                raise InvalidInput(f"profile.times[{index}].{name}: {value} given; expected seconds, forward_s above 0")
 
 
 def _check_numbers(plan: Plan) -> None:
