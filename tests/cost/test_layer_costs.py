@@ -315,8 +315,26 @@ def test_sequences_are_divided_only_where_there_are_some(lengths: tuple[int, ...
     tensor = replace(BLOCK.tensor_parallel, sequence_divides=lengths)
     costs = stage("tp4+sp", "dp2-tp2+sp", "tp4", layer=replace(BLOCK, tensor_parallel=tensor))
     assert (costs.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [*never, False]
-    whole = stage("tp4+sp", "dp2-tp2+sp", "tp4", layer=replace(BLOCK, tensor_parallel=None))
-    assert (whole.tables(np.array(8), np.array(1)).time_ns[0] >= NEVER).tolist() == [True, True, False]
+
+
+def test_tp_only_where_something_is_split() -> None:
+    """A layer that cannot be split may lie between some that are; alone it has no use for TP, and where it shares a
+    tied weight TP would leave that weight's gradient unsummed."""
+    whole = replace(BLOCK, name="whole", tensor_parallel=None)
+    strategies = tuple(Strategy.parse(text) for text in ("tp4", "tp4+sp", "dp4"))
+
+    def never(*layers: LayerSpec) -> list[list[bool]]:
+        model = ModelSpec(name="test", family="custom", layers=layers, training=Training())
+        costs = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)
+        table: list[list[bool]] = (
+            costs.stage(strategies, 1).tables(np.array(8), np.array(1)).time_ns >= NEVER
+        ).tolist()
+        return table
+
+    assert never(whole) == [[True, True, False]]
+    assert never(whole, BLOCK)[0] == [False, True, False]
+    tied = replace(whole, name="tied", tied_parameters=1)
+    assert never(whole, BLOCK, tied) == [[True, True, False], [False, True, False], [True, True, False]]
 
 
 def test_layers_that_cannot_be_split_are_computed_whole() -> None:

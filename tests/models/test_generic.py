@@ -19,7 +19,7 @@ from galvatron.errors import InvalidInput
 from galvatron.models.build import build_meta
 from galvatron.models.describe import describe
 from galvatron.models.generic import Generic
-from galvatron.models.layer import CutModel
+from galvatron.models.layer import IGNORED, CutModel
 from galvatron.models.registry import cut
 from galvatron.models.weights import InitialWeights, ModelWeights, SavedWeights
 from galvatron.spec import Attention, Precision, Training
@@ -205,6 +205,55 @@ def test_plain_torch_model() -> None:
     first, *_, last = cut(model, batch).layers
     assert [stock for _, stock, _ in first.stock_parameters()] == ["positions", "words.weight"]
     assert [stock for _, stock, _ in last.stock_parameters()] == ["scale", "out.weight", "out.bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "shifted"),
+    [
+        ("BartForCausalLM", "bart", {"d_model": 16, "decoder_layers": 3, "decoder_attention_heads": 4}, False),
+        ("ImageGPTForCausalImageModeling", "imagegpt", {"n_embd": 16, "n_layer": 3, "n_head": 4}, True),
+        ("BertLMHeadModel", "bert", {**_SIZES, "is_decoder": True}, True),
+        ("BertForTokenClassification", "bert", {**_SIZES, "num_labels": 3}, False),
+    ],
+)  # fmt: skip
+def test_loss_is_the_models_own(name: str, kind: str, options: dict[str, Any], shifted: bool) -> None:
+    """Whatever its class is called: a decoder that compares labels as they are, an image model that shifts them."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{"vocab_size": 50, **options})
+    model = _make(name, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(40, (4, 12), generator=generator)
+    classes = 3 if "Classification" in name else 40
+    batch = {"input_ids": ids, "labels": torch.randint(classes, (4, 12), generator=generator)}
+    batch["labels"][0, 3] = IGNORED
+    cut_model = cut(model, batch)
+    expected = model(**batch).loss
+    torch.testing.assert_close(_loss(cut_model, batch, torch.float32), expected)
+    reading = (batch["labels"][:, 1:] if shifted else batch["labels"]) != IGNORED
+    assert cut_model.targets(batch) == int(reading.sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 1}, "its own loss of a trial batch is"),
+        ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "its own loss"),
+        ("MixtralForCausalLM", {"output_router_logits": True}, "balance of experts"),
+    ],
+)
+def test_a_loss_that_is_another_is_refused(name: str, options: dict[str, Any], reason: str) -> None:
+    kind = "bert" if name.startswith("Bert") else "mixtral"
+    extra = {} if kind == "bert" else {"num_key_value_heads": 2, "num_local_experts": 4}
+    model = _make(name, AutoConfig.for_model(kind, **_SIZES, **extra, **options))
+    with pytest.raises(InvalidInput, match=reason):
+        cut(model)
+
+
+def test_a_loss_that_the_user_replaced_is_refused() -> None:
+    model = _make("MistralForCausalLM", _MODELS["MistralForCausalLM"]())
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    with pytest.raises(InvalidInput, match="its own loss of a trial batch is"):
+        cut(model)
 
 
 def test_loss_of_ones_own() -> None:

@@ -20,7 +20,7 @@ from galvatron.cost.conventions import Conventions
 from galvatron.cost.overlap import overlapped_s
 from galvatron.cost.resplit import Resplit, resplit_bytes, resplit_s
 from galvatron.cost.slice_gather import form_rates
-from galvatron.spec import Cluster, Form, Kind, LayerSpec, Layout, ModelProfile, ModelSpec, Strategy
+from galvatron.spec import Cluster, Form, Kind, Layout, ModelProfile, ModelSpec, Strategy
 
 __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
 
@@ -94,7 +94,7 @@ class StageCosts:
         self._layers = layer_arrays(cost.model, cost.cluster, cost.profile, strategies)
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array([[_allows(kind, s) for s in strategies] for kind in cost.model.kinds])
+        self._allowed = np.array([[cost.model.allows(kind, s) for s in strategies] for kind in cost.model.kinds])
         self._rates = form_rates(self.layouts, cost.cluster, always_by_digits=not cost.conventions.counts_rows)
         whole: Layout = frozenset()
         tensor = [strategy.digits(Kind.TP) for strategy in strategies]
@@ -260,13 +260,6 @@ class StageCosts:
         link = self._stage_link
         size = micro_batch / parts * self._layers.boundary_bytes
         return _up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
-
-
-def _allows(layer: LayerSpec, strategy: Strategy) -> bool:
-    degree = strategy.degree(Kind.TP)
-    return layer.allows_tensor_parallel(degree) and (
-        not strategy.sequence_parallel or layer.allows_sequence_parallel(degree)
-    )
 
 
 def _up(values: Floats) -> Integers:

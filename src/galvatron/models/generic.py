@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from galvatron.errors import InvalidInput
 from galvatron.models.families.shared import count_targets, masked_labels, next_tokens, random_tokens, sides
 from galvatron.models.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
+from galvatron.models.own_loss import refuse_balance_loss, shifts_labels
 from galvatron.models.shell import Call, Held, Shell, Stop
 from galvatron.models.trial import Anatomy, find_blocks
 
@@ -139,7 +140,7 @@ class _Part:
 
 class Generic(CutModel):
     """``batch``: an example, needed unless it is a Hugging Face model of tokens or images. ``loss``: in place of the
-    cross-entropy of the logits against ``labels``, which causal language models shift."""
+    cross-entropy of the logits against ``labels``, shifted where the model's own loss shifts them."""
 
     def __init__(self, model: Any, batch: Batch | None = None, loss: Loss | None = None) -> None:
         super().__init__(model)
@@ -148,11 +149,12 @@ class Generic(CutModel):
             raise InvalidInput(
                 f"{name}: has an encoder and a decoder, which the generic cut would not keep apart; it needs an adapter"
             )
+        refuse_balance_loss(model)
         self._sample = batch
-        self._shifted = name.endswith(("ForCausalLM", "LMHeadModel"))
         trial = self.example(_TRIAL[0], _TRIAL[1] if self._tokens else None, torch.Generator().manual_seed(0))
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self.anatomy = find_blocks(model, trial)
+        self._shifted = _shifts(model, self.anatomy, trial, loss)
         self._shell = Shell(model, self.anatomy.blocks, self.anatomy.units)
         blocks = model.get_submodule(self.anatomy.blocks)
         self.layers = (
@@ -221,6 +223,15 @@ class Generic(CutModel):
             shape = ids.shape if "Token" in name else ids.shape[:1]
             return {"input_ids": ids, "labels": torch.randint(config.num_labels, shape, generator=generator)}
         return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: Loss | None) -> bool:
+    try:
+        return shifts_labels(model, anatomy, trial)
+    except InvalidInput:
+        if loss is None:
+            raise
+        return False  # the user's loss is what counts, over all labels
 
 
 def replace_hidden(call: Call, slot: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:

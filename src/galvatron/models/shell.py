@@ -118,6 +118,8 @@ class Shell:
             block.forward = self._block(index)
         self.watched: frozenset[str] = frozenset()
         """Units whose stand-ins return zeros unless a NaN came in: to see whether one does."""
+        self.noise: torch.Generator | None = None
+        """Where it is set, stand-ins return random numbers: for what follows them to be computed with."""
         self.note_uses = False
         """Whether to log uses of parameters other than by their modules, which slows all of torch down."""
         self._within = False
@@ -170,6 +172,8 @@ class Shell:
         return stand_in
 
     def _filled(self, like: Tensor, fill: float) -> Tensor:
+        if self.noise is not None and like.is_floating_point():
+            return torch.randn(like.shape, generator=self.noise).to(self._device, like.dtype)
         return torch.full(like.shape, fill if like.is_floating_point() else 0, dtype=like.dtype, device=self._device)
 
     @contextmanager

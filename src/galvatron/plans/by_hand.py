@@ -22,7 +22,7 @@ from galvatron.plans.plan import (
     TimeUse,
 )
 from galvatron.plans.planner import Request
-from galvatron.spec import Strategy
+from galvatron.spec import Kind, Strategy
 
 __all__ = ["priced"]
 
@@ -111,9 +111,12 @@ def _stage(
     impossible = np.flatnonzero(times >= NEVER)
     if len(impossible):
         place = int(impossible[0])
+        kind, strategy = layers[place], chosen[place]
+        whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None
+        reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
         raise InvalidInput(
-            f"layer {first + place} ({layers[place].name}): strategy {str(chosen[place])!r} cannot run it in "
-            f"micro-batches of {micro_batch}: heads, tokens or samples do not divide"
+            f"layer {first + place} ({kind.name}): strategy {str(strategy)!r} cannot run it in "
+            f"micro-batches of {micro_batch}: {reason}"
         )
     layouts = costs.layout_of[columns]
     change = costs.change_ns(micro_batch)[rows[:-1], layouts[:-1], layouts[1:]].sum()

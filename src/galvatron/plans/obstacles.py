@@ -39,6 +39,8 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
         return f"{where} there are more stages than the model's {len(model.layers)} layers"
     strategies = space.strategies(request.cluster.devices // degree)
     tensor_degrees = sorted({strategy.degree(Kind.TP) for strategy in strategies})
+    if tensor_degrees[0] > 1 and not model.splittable:
+        return f"{where} every strategy has TP, which can split none of the model's layers"
     for kind in model.kinds:
         if kind.tensor_parallel and not any(kind.allows_tensor_parallel(t) for t in tensor_degrees):
             heads, degrees = (

@@ -320,9 +320,10 @@ class _Assembler:
             self._prepare[number] = unit.gather
 
     def _split_rows(self, part: _Part, name: str) -> SplitRowsOf:
-        if name not in part.cuts or part.tensor is None:
-            return SplitRowsOf(None, ())
-        return SplitRowsOf(part.tensor.group, ranks_along(self.position, part.strategy.digits(Kind.TP)))
+        if part.tensor is None:
+            return SplitRowsOf(None, (), split=False)
+        ranks = ranks_along(self.position, part.strategy.digits(Kind.TP))
+        return SplitRowsOf(part.tensor.group, ranks, split=name in part.cuts)
 
 
 def _set_everywhere(layer: Layer, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -3,6 +3,9 @@
 The using module loses its own parameter and is lent the owner's tensor for the time of its forward. Where the two
 layers split the vocabulary differently, the rows are gathered over the owner's group and cut as the user wants them;
 gradients take the same way back.
+
+A layer that tensor parallelism does not split is computed whole by each of its TP ranks. Every one of them then has the
+same gradient, which must reach the owner once, and on each of the owner's ranks.
 """
 
 from __future__ import annotations
@@ -45,21 +48,59 @@ def lend(user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Calla
 
 @dataclass(frozen=True)
 class SplitRowsOf:
-    """How a layer splits the rows of a weight; no group: it does not."""
+    """How a layer's tensor-parallel ranks hold the rows of a weight."""
 
     group: ProcessGroup | None
+    """Its TP ranks; None: the layer has no TP axis."""
     ranks: tuple[int, ...]
+    split: bool
+    """Whether each of them holds a part of the rows; else each holds and uses all of them."""
 
 
 def resplit(weight: Tensor, rows: int, source: SplitRowsOf, target: SplitRowsOf) -> Tensor:
-    """A weight split by rows one way (``rows`` in all), as the rows another split asks for."""
-    if source.ranks == target.ranks:
+    """The owner's weight (``rows`` in all) as another layer uses it.
+
+    The owner's own reduction sums its gradient over its data-parallel ranks. What other layers add must therefore be
+    complete over the owner's TP ranks, and must come from each of the user's TP ranks in parts, or from one of them.
+    """
+    if source == target:
         return weight
-    whole = weight if source.group is None else _WholeRows.apply(weight, rows, source.group)
+    whole = weight
+    if source.group is not None:
+        whole = (_WholeRows if source.split else _SummedOver).apply(weight, rows, source.group)
     if target.group is None:
         return whole
-    mine = part_of(rows, target.group.rank(), target.group.size())
-    return whole[mine.start : mine.stop]
+    if target.split:
+        mine = part_of(rows, target.group.rank(), target.group.size())
+        return whole[mine.start : mine.stop]
+    counted: Tensor = _CountedOnce.apply(whole, target.group)
+    return counted
+
+
+class _SummedOver(torch.autograd.Function):
+    """The weight itself; backward sums what the ranks' uses of it gave."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: int, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_reduce(gradient.clone(), ctx.group), None, None
+
+
+class _CountedOnce(torch.autograd.Function):
+    """The weight itself; of the ranks that all compute the same gradient, only the first gives one."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.group.rank() == 0 else torch.zeros_like(gradient), None
 
 
 class _WholeRows(torch.autograd.Function):

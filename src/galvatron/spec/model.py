@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from galvatron.errors import InvalidInput
+from galvatron.spec.strategy import Kind, Strategy
 
 __all__ = ["Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
 
@@ -134,6 +135,31 @@ class ModelSpec:
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:
                 raise InvalidInput(f"model {self.name!r}: two different layers are both named {layer.name!r}")
+
+    def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
+        """Whether a strategy can run a kind of layer.
+
+        TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
+        split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
+        over those ranks as well, so a layer that shares one is split or has no TP.
+        """
+        degree = strategy.degree(Kind.TP)
+        if degree > 1 and kind.tensor_parallel is None and (kind.name in self._sharing or not self.splittable):
+            return False
+        return kind.allows_tensor_parallel(degree) and (
+            not strategy.sequence_parallel or kind.allows_sequence_parallel(degree)
+        )
+
+    @cached_property
+    def splittable(self) -> bool:
+        """Whether TP can split any of its layers."""
+        return any(kind.tensor_parallel is not None for kind in self.kinds)
+
+    @cached_property
+    def _sharing(self) -> frozenset[str]:
+        """Kinds that share a tied weight: those tied to an earlier layer, and the first layer, which owns it."""
+        users = {kind.name for kind in self.kinds if kind.tied_parameters}
+        return frozenset({*users, self.layers[0].name} if users else ())
 
     @cached_property
     def parameters(self) -> int:
