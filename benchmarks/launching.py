@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from galvatron.environment import unset
+from galvatron.processes.environment import unset
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float) -> int:

@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
-from galvatron.cost import Schedule
-from galvatron.plans.by_hand import priced
-from galvatron.plans.plan import Plan
-from galvatron.plans.planner import Request
-from galvatron.rehearsal.processes import first_ranks
-from galvatron.rehearsal.rehearse import rehearse_rank
-from galvatron.rehearsal.results import Rehearsal
-from galvatron.spec import Attention, Cluster, Precision, Strategy, Training
-from galvatron.units import format_bytes
-from galvatron.zoo import load_cluster, load_model
+from galvatron.core.spec import Attention, Cluster, Precision, Strategy, Training
+from galvatron.core.units import format_bytes
+from galvatron.families import load_cluster, load_model
+from galvatron.measure.rehearsal.processes import first_ranks
+from galvatron.measure.rehearsal.rehearse import rehearse_rank
+from galvatron.measure.rehearsal.results import Rehearsal
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request
 
 __all__ = ["CASES", "Case", "rehearsed"]
 

@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py [--layers 8] [--rounds 3] [--only dp,sdp,tp,pp,one] [--output results.json]
 
-On a machine with a GPU, 8 ranks share it (``galvatron.virtual``); without one, 8 CPU processes with gloo run a tiny
-model, which shows only that everything works. Pairs run in turns (ours, stock, ours, stock …), each time built anew.
+On a machine with a GPU, 8 ranks share it (``galvatron.processes.virtual``); without one, 8 CPU processes with gloo
+run a tiny model, which shows only that everything works. Pairs run in turns (ours, stock, ours, stock …), each time
+built anew.
     dp   DistributedDataParallel          sdp  FSDP2, one unit a layer     tp  DTensor ``parallelize_module``
     pp   ``torch.distributed.pipelining`` GPipe    one  the bare model in bf16 on the whole GPU
 """
@@ -22,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from galvatron.errors import GalvatronError
-from galvatron.virtual import virtual_gpus
+from galvatron.core.errors import GalvatronError
+from galvatron.processes.virtual import virtual_gpus
 from launching import launch
 from sizes import Size
 
@@ -74,7 +75,7 @@ def _rank(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from galvatron.runtime.world import join
+    from galvatron.processes.world import join
     from overhead_systems import PAIRS
 
     gpu = torch.cuda.is_available()

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
 import galvatron
-from galvatron.cost import Schedule
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
-from galvatron.spec import Precision, Training
-from galvatron.zoo import load_cluster
-from galvatron.zoo.families.bert import Bert
+from galvatron.core.spec import Precision, Training
+from galvatron.families import load_cluster
+from galvatron.families.bert.facts import Bert
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 from overhead import Step
 from sizes import Size
 

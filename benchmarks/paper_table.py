@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from galvatron.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
-from galvatron.plans.setup import PAPER_MICRO_BATCHES
-from galvatron.search import Problem, search
-from galvatron.search.combination import Combination, Layers
-from galvatron.search.cuts import CutRule, balanced_cuts
-from galvatron.space import divisors, space_named
-from galvatron.spec import Attention, Precision, Training
-from galvatron.units import GIB
-from galvatron.zoo import load_cluster, load_model, paper_profile
+from galvatron.core.spec import Attention, Precision, Training
+from galvatron.core.units import GIB
+from galvatron.families import load_cluster, load_model, paper_profile
+from galvatron.planner.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
+from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
+from galvatron.planner.search import Problem, search
+from galvatron.planner.search.combination import Combination, Layers
+from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.space import divisors, space_named
 
 __all__ = ["Cell", "Criteria", "Prediction", "predict", "read_cells", "wrong_cells"]
 

@@ -18,20 +18,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from galvatron.cost import Schedule
-from galvatron.errors import GalvatronError
-from galvatron.plans.by_hand import priced
-from galvatron.plans.plan import Plan
-from galvatron.plans.planner import Request, try_plan
-from galvatron.profiler.clusters import profile_cluster
-from galvatron.profiler.layers import profile_model
-from galvatron.profiler.processes import measured
-from galvatron.space import EXTENDED
-from galvatron.spec import Precision, Training
-from galvatron.virtual import virtual_gpus
-from galvatron.zoo import load_model
-from galvatron.zoo.cluster_files import dump_cluster
-from galvatron.zoo.profile_files import dump_profile
+from galvatron.core.errors import GalvatronError
+from galvatron.core.files.clusters import dump_cluster
+from galvatron.core.files.profiles import dump_profile
+from galvatron.core.spec import Precision, Training
+from galvatron.families import load_model
+from galvatron.measure.clusters import profile_cluster
+from galvatron.measure.layers import profile_model
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request, try_plan
+from galvatron.planner.space import EXTENDED
+from galvatron.processes.helper import measured
+from galvatron.processes.virtual import virtual_gpus
 from prediction_runs import PlanJob, Run, run_on_gpus
 from sizes import Size
 

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from galvatron.errors import GalvatronError
-from galvatron.plans.plan import Plan
-from galvatron.profiler.processes import Progress
+from galvatron.core.errors import GalvatronError
+from galvatron.planner.plan.plan import Plan
+from galvatron.processes.job import Progress
 
 if TYPE_CHECKING:
-    from galvatron.profiler.crew import Crew
+    from galvatron.processes.crew import Crew
 
 
 sys.path.append(str(Path(__file__).parent / "paper"))  # whose fresh ranks these are
@@ -111,7 +111,7 @@ class PlanJob:
     """Each plan's line is added to this file as soon as it is measured."""
 
     def prepare(self) -> None:
-        from galvatron.rehearsal import rehearse  # noqa: F401
+        from galvatron.measure.rehearsal import rehearse  # noqa: F401
 
     def measure(self, crew: Crew) -> dict[str, Run]:
         from torch.distributed import destroy_process_group
@@ -133,10 +133,10 @@ class PlanJob:
     def _time(self, plan: Plan, run: Run, crew: Crew) -> None:
         import torch
 
-        from galvatron.models.build import build_meta
-        from galvatron.models.registry import cut
-        from galvatron.profiler.cores import Moment, shares
-        from galvatron.rehearsal.weights import CheapWeights
+        from galvatron.families.build import build_meta
+        from galvatron.families.registry import cut
+        from galvatron.measure.rehearsal.weights import CheapWeights
+        from galvatron.processes.cores import Moment, shares
         from galvatron.runtime.parallelize import parallelize
 
         assert plan.model.config is not None
@@ -162,7 +162,7 @@ class PlanJob:
         _drop_groups()
 
     def _weighed(self, plan: Plan, crew: Crew) -> list[int]:
-        from galvatron.rehearsal.rehearse import measure_rank
+        from galvatron.measure.rehearsal.rehearse import measure_rank
 
         peak = measure_rank(plan, device=crew.device, steps=0).peak_bytes
         _drop_groups()

@@ -30,13 +30,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from galvatron.cost import GALVATRON, CostModel, Schedule
-from galvatron.search import Problem, search
-from galvatron.search.combination import Combination, Layers
-from galvatron.space import space_named
-from galvatron.spec import Training
-from galvatron.zoo import load_model
-from galvatron.zoo.cluster_files import load_cluster
+from galvatron.core.files.clusters import load_cluster
+from galvatron.core.spec import Training
+from galvatron.families import load_model
+from galvatron.planner.cost import GALVATRON, CostModel, Schedule
+from galvatron.planner.search import Problem, search
+from galvatron.planner.search.combination import Combination, Layers
+from galvatron.planner.space import space_named
 from table_search import even_cuts, solve_combination, table_search
 
 MIB = 2**20

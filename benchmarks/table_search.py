@@ -17,8 +17,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.cost import NEVER, Integers, Schedule, StageCosts
-from galvatron.search import Problem, StageProblem, StageSolution
+from galvatron.planner.cost import NEVER, Integers, Schedule, StageCosts
+from galvatron.planner.search import Problem, StageProblem, StageSolution
 
 __all__ = ["TablePlan", "all_cuts", "even_cuts", "solve_combination", "solve_stage_by_table", "table_search"]
 

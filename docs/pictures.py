@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 import galvatron
-from galvatron.plans.render import plan_view
+from galvatron.planner.plan.render import plan_view
 
 HERE = Path(__file__).parent
 

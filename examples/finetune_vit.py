@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import galvatron
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.checkpoints.export import export_model
-from galvatron.data import Loader, open_data
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.export import export_model
+from galvatron.train.data import Loader, open_data
 
 STEPS = 200
 

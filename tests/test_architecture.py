@@ -1,10 +1,12 @@
-"""The import direction of docs/architecture.md holds, and the planner never imports torch."""
+"""The import direction of docs/architecture.md holds, without a cycle, and the planner never imports torch."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,62 +15,104 @@ import galvatron
 
 PACKAGE = Path(galvatron.__file__).parent
 LAYERS = [
-    "errors", "units", "environment", "heap", "pacing", "virtual", "spec", "space", "cost", "search", "zoo", "plans",
-    "models", "runtime", "rehearsal", "profiler", "data", "checkpoints", "train", "api", "cli",
+    "core.errors", "core.units", "core.spec", "core.files", "families", "planner.space", "planner.cost",
+    "planner.search", "planner.plan", "processes", "runtime", "measure", "train.data", "train.checkpoints", "train",
+    "api", "cli",
 ]  # fmt: skip
 """A module imports only from layers before its own (or its own)."""
+NO_TORCH = ["core", "planner", "cli"]
+"""Folders that import torch nowhere themselves, not even late or for types."""
 
 
-def _modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-def _layer(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
-
-
-def _imports(path: Path) -> set[str]:
-    """Layers of the package that a module imports, wherever in its text (lazy imports count as well)."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("galvatron."):
-            found.add(node.module.split(".")[1])
-        elif isinstance(node, ast.ImportFrom) and node.module == "galvatron":
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("galvatron."))
+@cache
+def _modules() -> dict[str, Path]:
+    """Every module by its name after ``galvatron.``; the package itself is ``""``."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path: Path) -> None:
-    layer = _layer(path)
-    if layer in ("__init__", "__main__"):  # the front doors may name anything
+def _imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, wherever in its text: lazy and type-only imports count as well."""
+    found = set()
+    for node in ast.walk(ast.parse(_modules()[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "galvatron":
+            base = node.module.removeprefix("galvatron").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                found.add(inner if inner in _modules() else base)
+        elif isinstance(node, ast.Import):
+            found.update(
+                alias.name.removeprefix("galvatron.") for alias in node.names if alias.name.startswith("galvatron.")
+            )
+    return found - {name}
+
+
+def _layer(name: str) -> int | None:
+    inside = [layer for layer in LAYERS if name == layer or name.startswith(f"{layer}.")]
+    return LAYERS.index(max(inside, key=len)) if inside else None
+
+
+@pytest.mark.parametrize("name", [name for name in _modules() if name not in ("", "__main__")])
+def test_imports_point_one_way(name: str) -> None:
+    own = _layer(name)
+    if own is None:  # a folder of layers, which imports nothing itself
+        assert not _imports(name), f"{name} is in no layer of the architecture"
         return
-    assert layer in LAYERS, f"{path.name} is in no layer of the architecture"
-    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
-    assert _imports(path) <= allowed, f"{layer} may import {sorted(allowed)}"
+    upwards = {other for other in _imports(name) if (_layer(other) or 0) > own}
+    assert not upwards, f"{LAYERS[own]} may import from {LAYERS[: own + 1]}"
 
 
-def test_planning_imports_no_torch() -> None:
-    """A whole plan through the public API, in a process that then looks at what was imported."""
-    script = (
-        "import sys, galvatron\n"
+def test_there_is_no_cycle() -> None:
+    """Neither among plain imports nor through late or type-only ones. The package's own front door names everything."""
+    graph = {name: _imports(name) - {""} for name in _modules() if name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules that import each other: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import galvatron",
+        "import galvatron.families, galvatron.cli, galvatron.measure.clusters, galvatron.measure.layers",
+        "import galvatron\n"
         "plan = galvatron.plan('bert-tiny', 'titan-rtx-8', memory='8GiB', batch=8)\n"
-        "assert plan.certificate.gap == 0\n"
-        "heavy = {'torch', 'transformers', 'scipy'} & set(sys.modules)\n"
+        "assert plan.certificate.gap == 0",
+    ],
+)
+def test_planning_imports_no_torch(script: str) -> None:
+    """The package, its front doors, a whole plan: each in a process that then looks at what was imported."""
+    script = (
+        f"import sys\n{script}\n"
+        "heavy = {'torch', 'transformers', 'scipy', 'pydantic'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
+def test_the_planner_names_no_torch() -> None:
+    for name, path in _modules().items():
+        if name.split(".")[0] in NO_TORCH:
+            heavy = {"torch", "transformers"} & _outside(path)
+            assert not heavy, f"{name} imports {heavy}"
+
+
+def _outside(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+    return found
+
+
 def test_no_file_is_long() -> None:
-    """Small files: none reaches 400 lines."""
-    long = {
-        str(path.relative_to(PACKAGE)): count
-        for path in _modules()
-        if (count := len(path.read_text().splitlines())) > 400
-    }
+    """Small files: none has more than 400 lines."""
+    long = {name: count for name, path in _modules().items() if (count := len(path.read_text().splitlines())) > 400}
     assert not long

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from galvatron.environment import unset
+from galvatron.processes.environment import unset
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

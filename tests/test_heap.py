@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from galvatron.heap import settle
+from galvatron.processes.environment import settle
 
 
 class Knot:

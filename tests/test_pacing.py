@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from galvatron.pacing import _MAX_PACING_RATE, pace_connections, pace_new
+from galvatron.processes.pacing import _MAX_PACING_RATE, pace_connections, pace_new
 
 RATE = 64_000_000
 

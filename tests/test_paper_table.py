@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from galvatron.spec import Attention, Training
-from galvatron.zoo import load_model, load_profile
+from galvatron.core.spec import Attention, Training
+from galvatron.families import load_model, load_profile
 from paper_table import SPACES, Criteria, predict, read_cells
 
 

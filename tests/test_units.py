@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron.errors import InvalidInput
-from galvatron.units import (
+from galvatron.core.errors import InvalidInput
+from galvatron.core.units import (
     GIB,
     format_bytes,
     format_count,

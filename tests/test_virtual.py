@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from galvatron.cli import app
-from galvatron.errors import InvalidInput
-from galvatron.virtual import _pace_links, be_virtual, check_virtual, virtual_devices, virtual_gpus
+from galvatron.core.errors import InvalidInput
+from galvatron.processes.virtual import _pace_links, be_virtual, check_virtual, virtual_devices, virtual_gpus
 
 _CHILD = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
@@ -61,7 +61,10 @@ def test_after_an_error_too(driver: Path) -> None:
 
 
 def test_a_killed_program_leaves_no_daemon(driver: Path) -> None:
-    script = "from galvatron.virtual import virtual_gpus\nwith virtual_gpus(4):\n    print(1, flush=True); input()\n"
+    script = (
+        "from galvatron.processes.virtual import virtual_gpus\n"
+        "with virtual_gpus(4):\n    print(1, flush=True); input()\n"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"1\n"
@@ -80,7 +83,7 @@ def test_none_changes_nothing() -> None:
 
 def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     paced: list[int] = []
-    monkeypatch.setattr("galvatron.virtual.pace_connections", paced.append)
+    monkeypatch.setattr("galvatron.processes.virtual.pace_connections", paced.append)
     _pace_links.cache_clear()
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS"):
         monkeypatch.setenv(name, "as the user has it")

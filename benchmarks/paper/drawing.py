@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from galvatron.plans.plan import Plan, layer_runs
-from galvatron.spec import LayerSpec
-from galvatron.units import format_bytes
+from galvatron.core.spec import LayerSpec
+from galvatron.core.units import format_bytes
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.record import layer_runs
 
 __all__ = ["Bars", "bars", "draw_plan"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from galvatron.virtual import virtual_gpus
+from galvatron.processes.virtual import virtual_gpus
 from rank_job import MeasureJob, prepare
 from zygote import Outcome, Zygote
 

@@ -28,12 +28,12 @@ from pathlib import Path
 
 from cells import BATCH_STEP, RESULTS, Cell, Run, append, batch_to_try, deciding, read_runs, settled
 from fresh_ranks import FreshRanks
-from galvatron.errors import GalvatronError, InvalidInput
-from galvatron.plans.plan import Plan
-from galvatron.profiler.cores import machine  # its boot: speeds differ between them
-from galvatron.spec import Cluster
-from galvatron.units import parse_bytes
-from galvatron.zoo import load_cluster
+from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.core.spec import Cluster
+from galvatron.core.units import parse_bytes
+from galvatron.families import load_cluster
+from galvatron.planner.plan.plan import Plan
+from galvatron.processes.cores import machine  # its boot: speeds differ between them
 from rank_job import Measured, MeasureJob
 from systems import SYSTEMS, Choice, Setting, System, choose, described, system_named, without_slowdown
 from workloads import MODELS, full, tiny, tiny_cluster

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drawing import draw_plan
-from galvatron.errors import GalvatronError
-from galvatron.plans.advice import make_plan
-from galvatron.plans.plan import Plan
-from galvatron.plans.setup import Setup, request_for
-from galvatron.units import parse_bytes
-from galvatron.zoo import load_cluster
+from galvatron.core.errors import GalvatronError
+from galvatron.core.units import parse_bytes
+from galvatron.families import load_cluster
+from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.setup import Setup, request_for
 from systems import Setting, choose, described, system_named
 from workloads import full
 

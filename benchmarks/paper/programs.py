@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.registry import cut
-from galvatron.plans.plan import Plan
-from galvatron.rehearsal.weights import CheapWeights
+from galvatron.core.errors import InvalidInput
+from galvatron.families.build import build_meta
+from galvatron.families.registry import cut
+from galvatron.measure.rehearsal.weights import CheapWeights
+from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.parallelize import parallelize
 from stock_data import ddp, fsdp2
 from stock_pipeline import gpipe

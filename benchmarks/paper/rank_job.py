@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from galvatron.heap import settle
-from galvatron.plans.plan import Plan
+from galvatron.planner.plan.plan import Plan
+from galvatron.processes.environment import settle
 
 __all__ = ["MeasureJob", "Measured", "prepare"]
 
@@ -28,7 +28,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")  # the paper's fp32: no TF32
     import programs  # noqa: F401
-    from galvatron.models.build import read_config, stock_class
+    from galvatron.families.build import read_config, stock_class
 
     for family in ("bert", "vit", "t5", "swin"):
         stock_class(read_config({"model_type": family}))
@@ -64,7 +64,7 @@ class MeasureJob:
     def run(self, rank: int) -> Measured:
         import torch
 
-        from galvatron.runtime.world import cap_memory, join, own_device
+        from galvatron.processes.world import cap_memory, join, own_device
 
         warnings.simplefilter("ignore")  # the same from every rank
         join()
@@ -76,7 +76,7 @@ class MeasureJob:
     def _on_gpu(self, device: Any) -> Measured:
         import torch
 
-        from galvatron.runtime.world import workspace_bytes
+        from galvatron.processes.world import workspace_bytes
 
         step = self._program(device)
         settle()
@@ -96,7 +96,7 @@ class MeasureJob:
         """A CPU has no limit on tensors, so that of the budget is held against what the meter saw."""
         import torch
 
-        from galvatron.rehearsal.memory import meter_for
+        from galvatron.measure.rehearsal.memory import meter_for
 
         meter = meter_for(device)
         with meter:

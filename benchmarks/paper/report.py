@@ -18,7 +18,7 @@ import plans_drawn
 import search_time
 from cells import RESULTS, Run, read_runs
 from drawing import Bars, bars
-from galvatron.errors import GalvatronError, InvalidInput
+from galvatron.core.errors import GalvatronError, InvalidInput
 from systems import SYSTEMS
 from tables import estimation_table, main_tables, plans_table, search_table, summary, verdict_table
 from verdicts import columns

@@ -24,13 +24,13 @@ from typing import TypeVar
 
 sys.path.append(str(Path(__file__).parent.parent))  # the table-based search is there
 
-from galvatron.cost import GALVATRON, CostModel, Schedule
-from galvatron.plans.setup import PAPER_MICRO_BATCHES
-from galvatron.search import Problem, search
-from galvatron.space import space_named
-from galvatron.spec import Training
-from galvatron.units import GIB
-from galvatron.zoo import load_cluster, load_model
+from galvatron.core.spec import Training
+from galvatron.core.units import GIB
+from galvatron.families import load_cluster, load_model
+from galvatron.planner.cost import GALVATRON, CostModel, Schedule
+from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
+from galvatron.planner.search import Problem, search
+from galvatron.planner.space import space_named
 from table_search import table_search
 
 __all__ = ["PAPER_S", "RESULTS", "Row", "measure", "points"]

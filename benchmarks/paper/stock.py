@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron.models.build import build_meta, read_config, stock_class
-from galvatron.models.registry import cut
-from galvatron.plans.plan import Plan
-from galvatron.spec import Attention
+from galvatron.core.spec import Attention
+from galvatron.families.build import build_meta, read_config, stock_class
+from galvatron.families.registry import cut
+from galvatron.planner.plan.plan import Plan
 
 __all__ = ["adam", "batch_for", "plain_step", "stock_model"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from galvatron.plans.plan import Plan
+from galvatron.planner.plan.plan import Plan
 from stock import adam, batch_for, plain_step, stock_model
 
 __all__ = ["ddp", "fsdp2"]

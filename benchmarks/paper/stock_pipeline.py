@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional
 
-from galvatron.errors import InvalidInput
-from galvatron.plans.plan import Plan
+from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.plan import Plan
 from stock import adam, batch_for, stock_model
 
 __all__ = ["gpipe"]

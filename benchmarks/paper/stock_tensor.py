@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from galvatron.errors import InvalidInput
-from galvatron.plans.plan import Plan
+from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.plan import Plan
 from stock import adam, batch_for, plain_step, stock_model
 
 __all__ = ["dtensor"]

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cells import BATCH_STEP
-from galvatron.cost import Schedule
-from galvatron.errors import InvalidInput
-from galvatron.plans.by_hand import priced
-from galvatron.plans.plan import Plan, layer_runs
-from galvatron.plans.planner import Request, try_plan
-from galvatron.space import EXTENDED, PAPER
-from galvatron.spec import Cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Cluster
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request, try_plan
+from galvatron.planner.plan.record import layer_runs
+from galvatron.planner.space import EXTENDED, PAPER
 from workloads import Workload
 
 __all__ = ["SYSTEMS", "Choice", "Setting", "System", "choose", "described", "system_named", "without_slowdown"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from galvatron.errors import InvalidInput
-from galvatron.spec import Attention, Cluster, ModelProfile, ModelSpec, Precision, Training
-from galvatron.zoo import load_cluster, load_model, load_profile
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention, Cluster, ModelProfile, ModelSpec, Precision, Training
+from galvatron.families import load_cluster, load_model, load_profile
 
 __all__ = ["MODELS", "Workload", "full", "tiny", "tiny_cluster"]
 

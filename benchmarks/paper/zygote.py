@@ -22,8 +22,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
 
-from galvatron.environment import unset
-from galvatron.heap import settle
+from galvatron.processes.environment import settle, unset
 
 __all__ = ["Outcome", "RankJob", "Zygote", "run_ranks"]
 

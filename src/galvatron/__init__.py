@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from galvatron.api import plan
-    from galvatron.checkpoints.checkpoints import Checkpoints
-    from galvatron.errors import (
+    from galvatron.core.errors import (
         CheckpointCorrupt,
         GalvatronError,
         Infeasible,
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
         PlanMismatch,
         SaveFailed,
     )
-    from galvatron.models.describe import describe
-    from galvatron.plans.plan import Plan
+    from galvatron.core.spec import Cluster, ModelSpec, Strategy
+    from galvatron.families.generic.describe import describe
+    from galvatron.planner.plan.plan import Plan
     from galvatron.runtime.parallelize import parallelize
-    from galvatron.spec import Cluster, ModelSpec, Strategy
+    from galvatron.train.checkpoints.checkpoints import Checkpoints
 
 __all__ = [
     "CheckpointCorrupt",
@@ -42,18 +42,18 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckpointCorrupt": "galvatron.errors",
-    "Checkpoints": "galvatron.checkpoints.checkpoints",
-    "Cluster": "galvatron.spec",
-    "GalvatronError": "galvatron.errors",
-    "Infeasible": "galvatron.errors",
-    "InvalidInput": "galvatron.errors",
-    "ModelSpec": "galvatron.spec",
-    "Plan": "galvatron.plans.plan",
-    "PlanMismatch": "galvatron.errors",
-    "SaveFailed": "galvatron.errors",
-    "Strategy": "galvatron.spec",
-    "describe": "galvatron.models.describe",
+    "CheckpointCorrupt": "galvatron.core.errors",
+    "Checkpoints": "galvatron.train.checkpoints.checkpoints",
+    "Cluster": "galvatron.core.spec",
+    "GalvatronError": "galvatron.core.errors",
+    "Infeasible": "galvatron.core.errors",
+    "InvalidInput": "galvatron.core.errors",
+    "ModelSpec": "galvatron.core.spec",
+    "Plan": "galvatron.planner.plan.plan",
+    "PlanMismatch": "galvatron.core.errors",
+    "SaveFailed": "galvatron.core.errors",
+    "Strategy": "galvatron.core.spec",
+    "describe": "galvatron.families.generic.describe",
     "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",
 }

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from galvatron.errors import InvalidInput
-from galvatron.plans.advice import make_plan
-from galvatron.plans.plan import Plan
-from galvatron.plans.setup import Options, Setup, request_for
-from galvatron.spec import Cluster, ModelSpec
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Cluster, ModelSpec
+from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.setup import Options, Setup, request_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,12 +29,12 @@ def plan(
     ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of a known family, or facts: for
     a model of another family those that :func:`galvatron.describe` measures. Options are those of the command line:
     ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
-    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.plans.setup.Setup`. Raises
+    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.setup.Setup`. Raises
     :class:`galvatron.Infeasible` with advice when nothing fits.
     """
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
     if cluster == "auto":
-        from galvatron.profiler.auto import request_here
+        from galvatron.measure.auto import request_here
 
         return make_plan(request_here(source, Setup(**options)))
     return make_plan(request_for(source, cluster, Setup(**options)))

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import galvatron
-from galvatron.checkpoints.checkpoints import Checkpoints
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.state import whole
+from galvatron.runtime.whole import whole
+from galvatron.train.checkpoints.checkpoints import Checkpoints
 
 __all__ = ["State", "loaded", "made", "optimizer_for", "saved", "state_of"]
 

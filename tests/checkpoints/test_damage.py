@@ -17,11 +17,11 @@ from resuming import made
 from small_models import config
 
 import galvatron
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.checkpoints.folder import find
-from galvatron.checkpoints.manifest import MANIFEST
-from galvatron.checkpoints.verify import verify
-from galvatron.errors import CheckpointCorrupt
+from galvatron.core.errors import CheckpointCorrupt
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.folder import find
+from galvatron.train.checkpoints.manifest import MANIFEST
+from galvatron.train.checkpoints.report import verify_all
 
 _CASE = Case(config=config("bert"), stages=[["tp4", "sdp4", "dp4", "sdp4"]], dtype=torch.float32)
 
@@ -119,9 +119,9 @@ def test_damage_is_found_and_named(damage: Callable[[Path], Path], two_steps: Pa
     assert said[0].endswith("load step 1 (step=1)")
     assert ranks(4).run(_load, plan, folder, 1) == [1] * 4
     with pytest.raises(CheckpointCorrupt) as error:
-        verify(find(folder / "step-00000002"))
+        verify_all(find(folder / "step-00000002"))
     assert path in str(error.value)
-    verify(find(folder / "step-00000001"))
+    verify_all(find(folder / "step-00000001"))
 
 
 def _load_without_unpickling(plan: galvatron.Plan, folder: Path) -> int:

@@ -16,10 +16,10 @@ from small_models import LAYERS, config
 from torch import nn
 
 import galvatron
-from galvatron.checkpoints import export as exporting
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.checkpoints.export import export, export_model
-from galvatron.checkpoints.folder import find
+from galvatron.train.checkpoints import export as exporting
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.export import export, export_model
+from galvatron.train.checkpoints.folder import find
 
 
 def _save(case: Case, plan: galvatron.Plan, weights: Path, folder: Path, direct: Path | None) -> None:

@@ -22,11 +22,11 @@ from small_models import config
 from torch.optim import SGD, Optimizer
 
 import galvatron
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.checkpoints.export import _whole
-from galvatron.checkpoints.folder import Saved, complete
-from galvatron.checkpoints.verify import verify
 from galvatron.runtime.model import ParallelModel
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.export import _whole
+from galvatron.train.checkpoints.folder import Saved, complete
+from galvatron.train.checkpoints.report import verify_all
 
 _CASE = Case(config=config("vit"), stages=[["sdp2", "tp2", "dp2", "sdp2"]], dtype=torch.float32)
 
@@ -88,7 +88,7 @@ def _save_for_ever(plan: galvatron.Plan, folder: Path, log: Path, instant: _Inst
 
 def _check(saved: Saved) -> None:
     """Whole, undamaged, and of one step through and through."""
-    manifest = verify(saved)
+    manifest = verify_all(saved)
     assert manifest.progress == {"number": saved.step}
     assert len(manifest.tensors) == 2 * len(manifest.parameters)
     for key, tensor in manifest.tensors.items():

@@ -21,10 +21,10 @@ from small_models import config
 from torch import Tensor
 
 import galvatron
-from galvatron.checkpoints import storage
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.errors import GalvatronError
-from galvatron.spec import Training
+from galvatron.core.errors import GalvatronError
+from galvatron.core.spec import Training
+from galvatron.train.checkpoints import storage
+from galvatron.train.checkpoints.checkpoints import Checkpoints
 
 _CASE = Case(config=config("gpt2"), stages=[["dp4", "sdp4", "tp4", "dp2-tp2"]], dtype=torch.float32)
 

@@ -28,11 +28,11 @@ _SAVE = """
 import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 import galvatron
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
-from galvatron.spec import Training
-from galvatron.zoo import load_cluster
-from galvatron.zoo.families.bert import Bert
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
+from galvatron.core.spec import Training
+from galvatron.families import load_cluster
+from galvatron.families.bert.facts import Bert
 from dataclasses import replace
 spec = Bert(hidden=32, layers=1, heads=2, inner=64, vocabulary=64, positions=16).spec("tiny", Training(dropout=False))
 cluster = replace(load_cluster("titan-rtx-8"), name="one", levels=())

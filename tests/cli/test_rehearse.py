@@ -15,14 +15,13 @@ from rich.console import Console
 
 import galvatron
 from galvatron import cli
-from galvatron.cost import Schedule
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
-from galvatron.rehearsal.report import rehearsal_view
-from galvatron.rehearsal.results import Measured, Rehearsal
-from galvatron.spec import Training
-from galvatron.zoo import load_cluster
-from galvatron.zoo.families.bert import Bert
+from galvatron.core.spec import Training
+from galvatron.families import load_cluster
+from galvatron.families.bert.facts import Bert
+from galvatron.measure.rehearsal.results import Measured, Rehearsal, rehearsal_view
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 
 MODEL = Bert(hidden=32, layers=2, heads=2, inner=64, vocabulary=64, positions=16)
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
-from galvatron.spec import (
+from galvatron.core.spec import (
     Cluster,
     Device,
     LayerSpec,
@@ -23,6 +22,7 @@ from galvatron.spec import (
     TensorParallel,
     Training,
 )
+from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
 
 MB = 10**6
 DEVICE = Device(

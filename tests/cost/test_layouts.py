@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from galvatron.cost import GALVATRON, CostModel, StageCosts
-from galvatron.spec import Cluster, Device, LayerSpec, Level, ModelSpec, Strategy, Training
+from galvatron.core.spec import Cluster, Device, LayerSpec, Level, ModelSpec, Strategy, Training
+from galvatron.planner.cost import GALVATRON, CostModel, StageCosts
 
 MB = 10**6
 LAYER = LayerSpec(name="block", parameters=MB, forward_flops=10**9, split_activation_bytes=MB, boundary_bytes=8 * MB)

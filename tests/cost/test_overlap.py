@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from galvatron.cost.overlap import overlapped_s
+from galvatron.planner.cost.communication import overlapped_s
 
 
 def stepped(compute: float, communicate: float, slowdown: float) -> float:

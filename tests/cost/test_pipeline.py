@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron.cost import Pace, Schedule, in_flight, iteration_ns
+from galvatron.planner.cost import Pace, Schedule, in_flight, iteration_ns
 
 Order = list[list[tuple[str, int]]]
 

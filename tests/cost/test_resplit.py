@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from galvatron.cost import GALVATRON, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
-from galvatron.plans.by_hand import priced
-from galvatron.plans.plan import Plan
-from galvatron.plans.planner import Request
-from galvatron.spec import Cluster, Device, LayerSpec, Level, ModelSpec, Strategy, TensorParallel, Training
+from galvatron.core.spec import Cluster, Device, LayerSpec, Level, ModelSpec, Strategy, TensorParallel, Training
+from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS, Conventions, CostModel, StageCosts
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request
 
 MB = 10**6
 CLUSTER = Cluster(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.data.cache import built_once
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
+from galvatron.train.data.tokens import built_once
 
 
 def test_one_builds_while_others_wait(tmp_path: Path) -> None:

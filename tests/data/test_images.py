@@ -14,10 +14,10 @@ from PIL import Image
 from small_models import config
 from torch import Tensor
 
-from galvatron.data import Data, Loader, open_data
-from galvatron.data.order import generator_of
-from galvatron.errors import InvalidInput
-from galvatron.spec import Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.train.data import Data, Loader, open_data
+from galvatron.train.data.order import generator_of
 
 CLASSES = ("ape", "bear", "cat")
 VIT = config("vit", num_labels=3)

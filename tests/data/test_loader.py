@@ -11,9 +11,9 @@ from itertools import islice
 import pytest
 import torch
 
-from galvatron.data import Loader, Position
-from galvatron.data.dataset import Sample
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
+from galvatron.train.data import Loader, Position
+from galvatron.train.data.dataset import Sample
 
 SIZE = 37
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from galvatron.data.objectives import Causal, Masked, Spans, making_of
-from galvatron.data.order import generator_of
-from galvatron.data.spans import SpanLengths
-from galvatron.data.vocabulary import Vocabulary
-from galvatron.data.wanted import Objective, TokensWanted
-from galvatron.errors import InvalidInput
-from galvatron.models.layer import IGNORED
+from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import IGNORED
+from galvatron.train.data.objectives import Causal, Masked, SpanLengths, Spans, making_of
+from galvatron.train.data.order import generator_of
+from galvatron.train.data.vocabulary import Vocabulary
+from galvatron.train.data.wanted import Objective, TokensWanted
 
 BERT = Vocabulary(size=1000, mask=4, start=2, end=3, special=(0, 1, 2, 3, 4))
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from galvatron.data.order import generator_of, mixed, shuffled
+from galvatron.train.data.order import generator_of, mixed, shuffled
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4096, 4097, 16385, 65536])

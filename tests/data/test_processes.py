@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import ranks
 from small_models import config
 
-from galvatron.data import Loader, Position, open_data, stories
-from galvatron.spec import Training
+from galvatron.core.spec import Training
+from galvatron.train.data import Loader, Position, open_data, stories
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Log(logging.Handler):
 def read(data: Path, cache: Path) -> Read:
     """On a rank: two epochs; the ranks have different numbers of workers."""
     log = _Log()
-    logger = logging.getLogger("galvatron.data")
+    logger = logging.getLogger("galvatron.train.data")
     logger.setLevel(logging.INFO)
     logger.addHandler(log)
     dist.barrier()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from galvatron.data import evaluation_batches, split
-from galvatron.data.dataset import Sample
-from galvatron.data.order import generator_of
-from galvatron.errors import InvalidInput
-from galvatron.models.layer import IGNORED
+from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import IGNORED
+from galvatron.train.data import evaluation_batches, split
+from galvatron.train.data.dataset import Sample
+from galvatron.train.data.order import generator_of
 
 
 @dataclass

@@ -10,14 +10,14 @@ import pytest
 import torch
 from small_models import IMAGES, TOKENS, config
 
-from galvatron.data import Loader, synthetic, unigram_entropy
-from galvatron.data.order import generator_of
-from galvatron.data.synthetic import ZipfTokens
-from galvatron.data.wanted import Objective, TokensWanted, wanted_by
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.registry import cut
-from galvatron.spec import Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
+from galvatron.families.registry import cut
+from galvatron.train.data import Loader, synthetic, unigram_entropy
+from galvatron.train.data.order import generator_of
+from galvatron.train.data.synthetic import ZipfTokens
+from galvatron.train.data.wanted import Objective, TokensWanted, wanted_by
 
 
 def training(family: str) -> Training:

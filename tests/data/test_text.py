@@ -17,11 +17,11 @@ import torch
 from small_models import config
 from transformers import AutoTokenizer
 
-from galvatron.data import open_data, stories
-from galvatron.data.dataset import Dataset
-from galvatron.data.order import generator_of
-from galvatron.errors import InvalidInput
-from galvatron.spec import Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.train.data import open_data, stories
+from galvatron.train.data.dataset import Dataset
+from galvatron.train.data.order import generator_of
 
 LENGTH = 32
 DOCUMENTS = [*stories(6), "Zürich – 東京 🙂", "", "the end"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from galvatron.models.build import build_meta
-from galvatron.spec import Training
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
 
 __all__ = ["CAUSAL", "CONFIGS", "batches", "noise", "stock_model"]
 

@@ -10,9 +10,9 @@ import transformers
 from stock_models import CONFIGS
 from torch import nn
 
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.spec import Attention, Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention, Training
+from galvatron.families.build import build_meta
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,13 +12,13 @@ from stock_models import CAUSAL, CONFIGS, batches, stock_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.layer import CutModel
-from galvatron.models.registry import cut
-from galvatron.models.rules import Attribute, Columns, Rows, Table, Vocabulary
-from galvatron.spec import ModelSpec, Training
-from galvatron.zoo import load_model
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import ModelSpec, Training
+from galvatron.families import load_model
+from galvatron.families.build import build_meta
+from galvatron.families.layer import CutModel
+from galvatron.families.registry import cut
+from galvatron.families.rules import Attribute, Columns, Rows, Table, Vocabulary
 
 
 def _loss(cut_model: CutModel, batch: dict[str, Tensor]) -> Tensor:

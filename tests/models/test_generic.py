@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.describe import describe
-from galvatron.models.generic import Generic
-from galvatron.models.layer import IGNORED, CutModel
-from galvatron.models.registry import cut
-from galvatron.models.weights import InitialWeights, ModelWeights, SavedWeights
-from galvatron.spec import Attention, Precision, Training
-from galvatron.zoo import load_model
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention, Precision, Training
+from galvatron.families import load_model
+from galvatron.families.build import build_meta
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.describe import describe
+from galvatron.families.layer import IGNORED, CutModel
+from galvatron.families.registry import cut
+from galvatron.families.saved import SavedWeights
+from galvatron.families.weights import InitialWeights, ModelWeights
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from galvatron.models.layer import CrossEntropy, CutModel, Layer
-from galvatron.models.registry import cut
-from galvatron.models.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary, Whole
+from galvatron.families.layer import CrossEntropy, CutModel, Layer
+from galvatron.families.registry import cut
+from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary, Whole
 
 _RANKS = 2
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from stock_models import CONFIGS, noise
 from torch import Tensor, nn
 
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.layer import CutModel
-from galvatron.models.registry import cut
-from galvatron.models.weights import InitialWeights, ModelWeights, SavedWeights, Weights
-from galvatron.spec import Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
+from galvatron.families.layer import CutModel
+from galvatron.families.registry import cut
+from galvatron.families.saved import SavedWeights
+from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 
 
 def _cut(name: str) -> CutModel:

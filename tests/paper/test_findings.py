@@ -13,9 +13,9 @@ import search_time
 from cells import Run
 from drawing import draw_plan
 from estimation import estimations
-from galvatron.errors import InvalidInput
-from galvatron.units import GIB
-from galvatron.zoo import load_cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.units import GIB
+from galvatron.families import load_cluster
 from report import filled, throughput_plots
 from systems import Setting, choose, system_named, without_slowdown
 from tables import estimation_table, main_tables, summary, verdict_table

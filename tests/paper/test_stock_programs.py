@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import ranks
 
-from galvatron.plans.plan import Plan
-from galvatron.zoo import load_model
+from galvatron.families import load_model
+from galvatron.planner.plan.plan import Plan
 from programs import build
 from stock import batch_for, stock_model
 from systems import Setting, choose, system_named

@@ -14,7 +14,7 @@ class TellRank:
     def run(self, rank: int) -> tuple[int, int, bool]:
         import torch.distributed as dist
 
-        from galvatron.runtime.world import join
+        from galvatron.processes.world import join
 
         fresh = not dist.is_initialized()
         join()
@@ -35,7 +35,7 @@ class OneRankFails:
         import torch
         import torch.distributed as dist
 
-        from galvatron.runtime.world import join
+        from galvatron.processes.world import join
 
         join()
         if rank == 1:

@@ -8,12 +8,12 @@ import pytest
 
 import galvatron
 from galvatron import Infeasible, InvalidInput
-from galvatron.plans.advice import make_plan, smallest_budget
-from galvatron.plans.compare import compare
-from galvatron.plans.explain import explain, request_of, time_shares
-from galvatron.plans.planner import Request, try_plan
-from galvatron.plans.setup import Setup, request_for
-from galvatron.units import GIB
+from galvatron.core.units import GIB
+from galvatron.planner.plan.advice import make_plan, smallest_budget
+from galvatron.planner.plan.compare import compare
+from galvatron.planner.plan.explain import explain, request_of, time_shares
+from galvatron.planner.plan.planner import Request, try_plan
+from galvatron.planner.plan.setup import Setup, request_for
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import galvatron
 from galvatron import InvalidInput, Plan, PlanMismatch
-from galvatron.plans.explain import request_of
-from galvatron.plans.plan import FORMAT_VERSION
+from galvatron.planner.plan.explain import request_of
+from galvatron.planner.plan.record import FORMAT_VERSION
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_round_trip_is_byte_identical(plan: Plan, folder: Path) -> None:
 
 def test_embedded_facts_are_the_models_and_clusters_own(plan: Plan) -> None:
     """Digests are those of freshly loaded facts, so a plan can be matched with what it will run on."""
-    from galvatron.zoo import load_cluster, load_model
+    from galvatron.families import load_cluster, load_model
 
     assert load_cluster("titan-rtx-8").digest == plan.cluster.digest
     assert load_model("t5-tiny", plan.model.training).digest == plan.model.digest

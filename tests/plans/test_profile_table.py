@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from galvatron.plans.tables import profile_view
-from galvatron.spec import LayerTime, ModelProfile
+from galvatron.core.spec import LayerTime, ModelProfile
+from galvatron.planner.plan.tables import profile_view
 
 
 def _shown(time: LayerTime) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from galvatron.profiler.figures import Block
-from galvatron.profiler.findings import (
+from galvatron.core.spec import Collective
+from galvatron.measure.cluster_jobs.findings import (
     ClusterFindings,
     ClusterProbe,
     DeviceFacts,
@@ -13,7 +13,7 @@ from galvatron.profiler.findings import (
     GroupProbe,
     TransferProbe,
 )
-from galvatron.spec import Collective
+from galvatron.measure.figures import Block
 
 SIZES = (1 << 14, 1 << 18, 1 << 22)
 

@@ -6,7 +6,7 @@ import gc
 import time
 from dataclasses import dataclass
 
-from galvatron.profiler.crew import Crew
+from galvatron.processes.crew import Crew
 
 
 @dataclass(frozen=True)

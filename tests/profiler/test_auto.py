@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from galvatron.plans.setup import Setup
-from galvatron.profiler import auto
-from galvatron.profiler.processes import Progress
-from galvatron.spec import Cluster, ModelProfile, ModelSpec
-from galvatron.zoo import load_cluster, load_profile
+from galvatron.core.spec import Cluster, ModelProfile, ModelSpec
+from galvatron.families import load_cluster, load_profile
+from galvatron.measure import auto
+from galvatron.planner.plan.setup import Setup
+from galvatron.processes.job import Progress
 
 _PROFILE = "titan-rtx-bert-huge"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from galvatron.profiler.cores import Moment, Shares, shares
+from galvatron.processes.cores import Moment, Shares, shares
 
 
 def _moments(wall_s: float, busy_s: float | None) -> tuple[Moment, Moment]:

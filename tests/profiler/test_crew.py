@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from galvatron.profiler.crew import Crew
+from galvatron.processes.crew import Crew
 
 
 def _crews(world: int) -> list[Crew]:

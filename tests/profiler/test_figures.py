@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from galvatron.profiler.figures import Block, Line, fit_line, quality_of, reading_of
+from galvatron.measure.figures import Block, Line, fit_line, quality_of, reading_of
 
 
 def test_a_line_is_recovered_exactly_from_exact_points() -> None:

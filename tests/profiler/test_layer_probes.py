@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron.profiler.layer_job import LayerProbe
-from galvatron.profiler.layer_probes import probes_of, ways_of
-from galvatron.space import divisors
-from galvatron.spec import Cluster, ModelSpec, Training
-from galvatron.zoo import load_cluster, load_model
+from galvatron.core.spec import Cluster, ModelSpec, Training
+from galvatron.families import load_cluster, load_model
+from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, ways_of
+from galvatron.planner.space import divisors
 
 
 def _probes(model: ModelSpec, cluster: Cluster) -> tuple[LayerProbe, ...]:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rank_jobs import FrozenObjects, LateReader
 
-from galvatron.errors import GalvatronError, InvalidInput
-from galvatron.profiler.clusters import profile_cluster
-from galvatron.profiler.layers import profile_model
-from galvatron.profiler.processes import measured
-from galvatron.spec import Collective, Strategy, Training
-from galvatron.spec.strategy import Kind
-from galvatron.zoo import load_cluster, load_model, load_profile
+from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.core.spec import Collective, Strategy, Training
+from galvatron.core.spec.strategy import Kind
+from galvatron.families import load_cluster, load_model, load_profile
+from galvatron.measure.clusters import profile_cluster
+from galvatron.measure.layers import profile_model
+from galvatron.processes.helper import measured
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

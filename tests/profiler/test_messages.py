@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from galvatron.profiler.messages import USUAL, sizes_within
+from galvatron.measure.cluster_jobs.messages import USUAL, sizes_within
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.profiler import cache
+from galvatron.measure import cache
 
 
 def test_the_key_changes_with_each_circumstance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_the_key_changes_with_each_circumstance(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert cache.key_of(devices=4) != base
     monkeypatch.delenv("OMP_NUM_THREADS")
-    for name, value in (("_installed", lambda name: "0"), ("_gpus", lambda: ["another"]), ("_VERSION", 99)):
+    for name, value in (("_version", lambda name: "0"), ("_gpus", lambda: ["another"]), ("_VERSION", 99)):
         with monkeypatch.context() as changed:
             changed.setattr(cache, name, value)
             assert cache.key_of(devices=4) != base, name

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from findings_oracle import SIZES, Truth, findings
 
-from galvatron.errors import InvalidInput
-from galvatron.profiler import clusters
-from galvatron.profiler.clusters import cluster_of, profile_cluster
-from galvatron.profiler.figures import Block
-from galvatron.profiler.findings import ClusterProbe, GroupProbe, TransferProbe
-from galvatron.profiler.shapes import digits_of, groups_of, shapes
-from galvatron.spec import Collective, Digit, Strategy
-from galvatron.spec.strategy import Kind
-from galvatron.zoo import load_cluster
-from galvatron.zoo.cluster_files import dump_cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.clusters import dump_cluster
+from galvatron.core.spec import Collective, Digit, Strategy
+from galvatron.core.spec.strategy import Kind
+from galvatron.families import load_cluster
+from galvatron.measure import clusters
+from galvatron.measure.cluster_jobs.findings import ClusterProbe, GroupProbe, TransferProbe
+from galvatron.measure.cluster_jobs.shapes import digits_of, groups_of, shapes
+from galvatron.measure.clusters import cluster_of, profile_cluster
+from galvatron.measure.figures import Block
 
 ROUGHLY = 0.006  # figures are rounded to three digits
 

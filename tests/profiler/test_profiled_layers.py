@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.plans.by_hand import priced
-from galvatron.plans.plan import Plan
-from galvatron.plans.planner import Request
-from galvatron.profiler import layers
-from galvatron.profiler.figures import Block
-from galvatron.profiler.layer_job import LayerBytes, LayerFindings, LayerJob, LayerProbe, Way
-from galvatron.profiler.layers import profile_model, profile_of
-from galvatron.spec import Cluster, LayerTime, ModelProfile, ModelSpec, Training
-from galvatron.zoo import load_cluster, load_model, load_profile
-from galvatron.zoo.profile_files import dump_profile
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.profiles import dump_profile
+from galvatron.core.spec import Cluster, LayerTime, ModelProfile, ModelSpec, Training
+from galvatron.families import load_cluster, load_model, load_profile
+from galvatron.measure import layers
+from galvatron.measure.figures import Block
+from galvatron.measure.layer_jobs.job import LayerJob
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Way
+from galvatron.measure.layers import profile_model, profile_of
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request
 
 FORWARD = {"embedding": (1e-4, 2e-3), "encoder": (8e-3, 1e-3), "head": (5e-3, 3e-3)}
 """Seconds of one sample, and whatever the number."""

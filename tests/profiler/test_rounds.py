@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from galvatron.profiler.crew import Crew
-from galvatron.profiler.figures import Block
-from galvatron.profiler.rounds import Probe, Rounds, measure_in_turns
-from galvatron.profiler.stopwatch import seconds_of
+from galvatron.measure.figures import Block
+from galvatron.measure.timing import Probe, Rounds, measure_in_turns, seconds_of
+from galvatron.processes.crew import Crew
 
 PARTS = [(1.0, 2.0), (), (2.0, 5.0), (4.0, 1.0)]
 """What each rank says of one call; the second has no part in it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from galvatron.models.build import build_meta
-from galvatron.models.registry import cut
-from galvatron.rehearsal.weights import CheapWeights
-from galvatron.runtime.pieces import Cut, Piece
-from galvatron.spec import Training
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
+from galvatron.families.registry import cut
+from galvatron.measure.rehearsal.weights import CheapWeights
+from galvatron.runtime.data_parallel.pieces import Cut, Piece
 
 
 def _weights(hidden: int) -> tuple[CheapWeights, list[dict[str, torch.Size]]]:

@@ -12,9 +12,9 @@ import torch
 from ranks import ranks
 from settled import settled
 
-from galvatron.plans.plan import Plan
-from galvatron.rehearsal.rehearse import measure_rank, rehearse_rank
-from galvatron.rehearsal.results import Measured, Rehearsal
+from galvatron.measure.rehearsal.rehearse import measure_rank, rehearse_rank
+from galvatron.measure.rehearsal.results import Measured, Rehearsal
+from galvatron.planner.plan.plan import Plan
 from memory_table import CASES
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from galvatron.rehearsal import memory
-from galvatron.rehearsal.memory import CpuMeter
+from galvatron.measure.rehearsal import memory
+from galvatron.measure.rehearsal.memory import CpuMeter
 
 KIB = 1024
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import galvatron
-from galvatron.spec import Attention, Training
+from galvatron.core.spec import Attention, Training
 
 __all__ = [
     "FAMILIES",

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from galvatron.space import Space, Switches
-from galvatron.spec import Cluster, Device, Digit, Form, Layout, Level
+from galvatron.core.spec import Cluster, Device, Digit, Form, Layout, Level
+from galvatron.planner.space import Space, Switches
 
 __all__ = ["Rows", "changed_rows", "first_rows", "flat_cluster", "forms", "part"]
 

@@ -14,16 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from galvatron.models.families import bert
-from galvatron.runtime import assembly, batches, borrowing, layout, model, norm, operators, regions, sharded, units
-from galvatron.runtime.exchange import TieExchange
+from galvatron.core.spec import Layout
+from galvatron.families.bert import adapter as bert
+from galvatron.runtime import assembly, batches, model
+from galvatron.runtime import whole as norm
+from galvatron.runtime.data_parallel import sharded, units
+from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
+from galvatron.runtime.data_parallel.sharded import ShardedUnit
+from galvatron.runtime.layout import rows as layout
 from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.pipeline.transfer import Side
 from galvatron.runtime.randomness import LayerRandomness
-from galvatron.runtime.replicated import ReplicatedUnit
-from galvatron.runtime.sharded import ShardedUnit
-from galvatron.runtime.transfer import Side
-from galvatron.runtime.vocabulary import SplitCrossEntropy, SplitEmbedding
-from galvatron.spec import Layout
+from galvatron.runtime.tensor_parallel import operators, regions
+from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
+from galvatron.runtime.tied import in_stage as borrowing
+from galvatron.runtime.tied.across_stages import TieExchange
 
 __all__ = ["MUTANTS", "under"]
 

@@ -18,10 +18,10 @@ from torch.nn import functional
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from galvatron.models.build import build_meta
-from galvatron.models.layer import IGNORED
-from galvatron.models.registry import cut
-from galvatron.spec import Attention, Strategy, Training
+from galvatron.core.spec import Attention, Strategy, Training
+from galvatron.families.build import build_meta
+from galvatron.families.layer import IGNORED
+from galvatron.families.registry import cut
 
 __all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
 

@@ -14,12 +14,12 @@ from ranks import ranks
 from torch import Tensor
 
 import galvatron
-from galvatron.cost import Schedule
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
+from galvatron.core.spec import Cluster, ModelSpec
+from galvatron.families import load_cluster, load_model
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 from galvatron.runtime.model import ParallelModel
-from galvatron.spec import Cluster, ModelSpec
-from galvatron.zoo import load_cluster, load_model
 
 __all__ = ["Held", "Trained", "build", "check", "cluster_of", "difference", "held", "plan_for", "spec_of", "train"]
 

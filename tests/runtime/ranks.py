@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 _LIMIT_S = 180
 _MODULES = (
     "galvatron.runtime.parallelize",
-    "galvatron.checkpoints.checkpoints",
+    "galvatron.train.checkpoints.checkpoints",
     "safetensors.torch",
     "torch._dynamo",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gpt2", "llama", "swin", "t5", "vit")),

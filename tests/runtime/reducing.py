@@ -12,8 +12,8 @@ from parity import build
 from torch import Tensor
 
 import galvatron
-from galvatron.runtime.reduction import ReduceScatter
-from galvatron.runtime.sharded import ShardedUnit
+from galvatron.runtime.data_parallel.replicated import ReduceScatter
+from galvatron.runtime.data_parallel.sharded import ShardedUnit
 
 __all__ = ["reduce"]
 

@@ -13,11 +13,11 @@ from ranks import ranks
 from torch import Tensor
 from traffic import Traffic
 
-from galvatron.cost import GALVATRON, CostModel
-from galvatron.runtime.layout import Placements
-from galvatron.runtime.transfer import Crossing, Side
-from galvatron.space import Space, Switches
-from galvatron.spec import Form, LayerSpec, ModelSpec, Training
+from galvatron.core.spec import Form, LayerSpec, ModelSpec, Training
+from galvatron.planner.cost import GALVATRON, CostModel
+from galvatron.planner.space import Space, Switches
+from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.pipeline.transfer import Crossing, Side
 
 _FEATURES = 3
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from galvatron.runtime.interface import choose_interface, interface_of
+from galvatron.processes.world import choose_interface, interface_of
 
 _LOOPBACK = interface_of("127.0.0.1")
 

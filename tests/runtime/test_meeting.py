@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from galvatron.errors import RankFailure
-from galvatron.runtime.meeting import agreed_name
+from galvatron.core.errors import RankFailure
+from galvatron.processes.world import agreed_name
 
 _WORLD = 4
 

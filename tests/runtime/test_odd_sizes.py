@@ -9,7 +9,7 @@ from oracle import Case
 from parity import check
 from small_models import config
 
-from galvatron.spec import Strategy, by_digits
+from galvatron.core.spec import Strategy, by_digits
 
 _SIX = config("bert", hidden_size=24, num_attention_heads=6, intermediate_size=48)
 

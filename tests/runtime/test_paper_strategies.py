@@ -8,7 +8,7 @@ from oracle import Case
 from parity import check
 from small_models import config
 
-from galvatron.space import space_named
+from galvatron.planner.space import space_named
 
 _SPACE = space_named("full")
 _STRATEGIES = [

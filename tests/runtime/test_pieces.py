@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from galvatron.runtime.groups import Position, partition, ranks_along
-from galvatron.runtime.pieces import Cut, Piece, part_of
-from galvatron.space import Space, Switches
-from galvatron.spec import Kind
+from galvatron.core.spec import Kind
+from galvatron.planner.space import Space, Switches
+from galvatron.runtime.data_parallel.pieces import Cut, Piece, part_of
+from galvatron.runtime.layout.groups import Position, partition, ranks_along
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 67])

@@ -16,7 +16,7 @@ from torch import Tensor
 from traffic import Sent, Traffic
 
 import galvatron
-from galvatron.spec import Kind, TensorParallel
+from galvatron.core.spec import Kind, TensorParallel
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from oracle import Case
 from parity import check, spec_of
 from small_models import IMAGES, LAYERS, config
 
-from galvatron.space import EXTENDED, Space
-from galvatron.spec import Kind, LayerSpec, Strategy, by_digits
+from galvatron.core.spec import Kind, LayerSpec, Strategy, by_digits
+from galvatron.planner.space import EXTENDED, Space
 
 _SEEDS = range(1, 21)
 _SPACE = Space(name="full", title="", switches=EXTENDED)

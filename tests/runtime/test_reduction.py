@@ -14,7 +14,7 @@ from ranks import ranks
 from reducing import reduce
 from small_models import LAYERS, config
 
-from galvatron.runtime.reduction import ReduceScatter
+from galvatron.runtime.data_parallel.replicated import ReduceScatter
 
 CPU = torch.device("cpu")
 

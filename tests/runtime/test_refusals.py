@@ -15,7 +15,7 @@ from small_models import config
 from torch import Tensor
 
 import galvatron
-from galvatron.errors import GalvatronError, InvalidInput, PlanMismatch
+from galvatron.core.errors import GalvatronError, InvalidInput, PlanMismatch
 
 _CASE = Case(config=config("bert"), stages=[["dp2", "tp2", "sdp2", "dp2"]], batch=4, micro_batches=2, steps=1)
 

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from galvatron.cost import Schedule, in_flight
-from galvatron.runtime.schedule import actions
+from galvatron.planner.cost import Schedule, in_flight
+from galvatron.runtime.pipeline.schedule import actions
 
 _PIPELINES = [
     (schedule, stages, micro_batches)

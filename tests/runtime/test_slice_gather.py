@@ -13,11 +13,11 @@ from holdings import changed_rows, first_rows, flat_cluster, forms, part
 from ranks import ranks
 from traffic import Traffic
 
-from galvatron.cost.slice_gather import form_rates
-from galvatron.runtime.forms import FormChange
-from galvatron.runtime.groups import GroupKey, GroupPool, Position, partition
-from galvatron.runtime.layout import Placements
-from galvatron.spec import Form, by_digits, gathered_digits
+from galvatron.core.spec import Form, by_digits, gathered_digits
+from galvatron.planner.cost.slice_gather import form_rates
+from galvatron.runtime.layout.change import FormChange
+from galvatron.runtime.layout.groups import GroupKey, GroupPool, Position, partition
+from galvatron.runtime.layout.rows import Placements
 
 _FEATURES = 3
 _ELEMENT = 8

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import galvatron
-from galvatron.cost import Schedule
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta
-from galvatron.models.registry import cut
-from galvatron.plans.by_hand import priced
-from galvatron.plans.planner import Request
+from galvatron.core.errors import InvalidInput
+from galvatron.families.build import build_meta
+from galvatron.families.registry import cut
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 
 _RATE, _EPSILON, _STEPS = 1e-3, 1e-6, 2
 

@@ -11,8 +11,8 @@ from ranks import ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron.models.layer import IGNORED
-from galvatron.runtime.vocabulary import SplitCrossEntropy, SplitEmbedding
+from galvatron.families.layer import IGNORED
+from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
 
 
 def _words(vocabulary: int, rank: int, world: int) -> range:

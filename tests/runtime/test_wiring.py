@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from galvatron.cost import Schedule
-from galvatron.models.layer import Tie, Use
-from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups
-from galvatron.spec import Strategy
+from galvatron.core.spec import Strategy
+from galvatron.families.layer import Tie, Use
+from galvatron.planner.cost import Schedule
+from galvatron.runtime.layout.groups import StagePlan, backward_group, forward_group, needed_groups
 
 
 def _stages(count: int, width: int = 2) -> list[StagePlan]:

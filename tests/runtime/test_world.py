@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from galvatron.runtime.world import claim_device
+from galvatron.processes.world import claim_device
 
 
 @pytest.fixture

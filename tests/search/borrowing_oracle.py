@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from galvatron.cost import GALVATRON
-from galvatron.search import Problem
-from galvatron.spec import Digit, Kind, LayerSpec, Strategy
+from galvatron.core.spec import Digit, Kind, LayerSpec, Strategy
+from galvatron.planner.cost import GALVATRON
+from galvatron.planner.search import Problem
 
 
 @dataclass(frozen=True, slots=True)

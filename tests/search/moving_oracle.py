@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.cost import Integers
-from galvatron.spec import Cluster, Digit, Kind, ModelSpec, Strategy
+from galvatron.core.spec import Cluster, Digit, Kind, ModelSpec, Strategy
+from galvatron.planner.cost import Integers
 
 Digits = frozenset[Digit]
 Divided = tuple[Digits, Digits]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron.space import Space, Switches
-from galvatron.spec import Cluster, Device, Kind, LayerSpec, Level, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import Cluster, Device, Kind, LayerSpec, Level, ModelSpec, Precision, TensorParallel, Training
+from galvatron.planner.space import Space, Switches
 
 Rng = np.random.Generator
 

@@ -18,8 +18,8 @@ from borrowing_oracle import price, sharers, split_over
 from moving_oracle import moves
 from random_parts import random_cluster, random_model, random_space
 
-from galvatron.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
-from galvatron.search import Optimum, Problem, StageProblem, search
+from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
+from galvatron.planner.search import Optimum, Problem, StageProblem, search
 
 Rng = np.random.Generator
 ENOUGH = 1 << 50

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from search_oracles import Rng, all_cuts
 
-from galvatron.cost import Pace
-from galvatron.search.bounds import Floats
-from galvatron.search.cuts import CutMatrix, balanced_cuts, best_cuts
+from galvatron.planner.cost import Pace
+from galvatron.planner.search.bounds import Floats
+from galvatron.planner.search.cuts import CutMatrix, balanced_cuts, best_cuts
 
 
 def _random_matrices(rng: Rng, layers: int, stages: int) -> list[CutMatrix]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from search_oracles import Rng
 
-from galvatron.cost import Integers
-from galvatron.search.fill import Filling, fill
+from galvatron.planner.cost import Integers
+from galvatron.planner.search.fill import Filling, fill
 
 
 def _frontier(rng: Rng, strategies: int, top_time: int, top_memory: int) -> tuple[Integers, Integers]:

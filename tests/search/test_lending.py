@@ -10,9 +10,9 @@ import numpy as np
 from borrowing_oracle import sharers, split_over
 from search_oracles import brute_search, check_plan, limited, random_problem
 
-from galvatron.cost import GALVATRON, CostModel
-from galvatron.search import Problem, least_budget, search
-from galvatron.spec import Kind, TensorParallel
+from galvatron.core.spec import Kind, TensorParallel
+from galvatron.planner.cost import GALVATRON, CostModel
+from galvatron.planner.search import Problem, least_budget, search
 
 
 def _tied(problem: Problem, rng: np.random.Generator) -> Problem:

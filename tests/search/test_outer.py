@@ -27,11 +27,11 @@ from search_oracles import (
     stage_of,
 )
 
-from galvatron.cost import GALVATRON, STATE_BYTES, CostModel, Schedule
-from galvatron.search import Optimum, Problem, search
-from galvatron.search.cuts import CutRule, balanced_cuts
-from galvatron.space import EXTENDED, PAPER, Space, Switches
-from galvatron.spec import Kind, LayerSpec, ModelSpec, Training
+from galvatron.core.spec import Kind, LayerSpec, ModelSpec, Training
+from galvatron.planner.cost import GALVATRON, STATE_BYTES, CostModel, Schedule
+from galvatron.planner.search import Optimum, Problem, search
+from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.space import EXTENDED, PAPER, Space, Switches
 from table_search import all_cuts as table_cuts
 from table_search import table_search
 
@@ -359,7 +359,7 @@ def test_the_proof_counts_what_was_looked_at() -> None:
 _PRINT_PLANS = """
 import numpy as np
 from search_oracles import limited, random_problem
-from galvatron.search import search
+from galvatron.planner.search import search
 for trial in range(40):
     rng = np.random.default_rng((16, trial))
     optimum = search(limited(rng, random_problem(rng, most_work=20_000, scales=(2, 30, 3_000_000))))

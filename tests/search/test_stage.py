@@ -14,10 +14,10 @@ import scipy.sparse as sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 from search_oracles import binding_budget, brute_stage, enumerate_stage, evaluate, random_stage, stage_costs, stage_of
 
-from galvatron.cost import GALVATRON, NEVER, CostModel, Integers, Schedule
-from galvatron.search import Problem, StageProblem, solve_stage
-from galvatron.space import Space, Switches
-from galvatron.spec import Cluster, Device, LayerSpec, Level, ModelSpec, TensorParallel, Training
+from galvatron.core.spec import Cluster, Device, LayerSpec, Level, ModelSpec, TensorParallel, Training
+from galvatron.planner.cost import GALVATRON, NEVER, CostModel, Integers, Schedule
+from galvatron.planner.search import Problem, StageProblem, solve_stage
+from galvatron.planner.space import Space, Switches
 from table_search import solve_stage_by_table
 
 

@@ -12,9 +12,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from galvatron.cost.slice_gather import form_rates
-from galvatron.space import Space, Switches
-from galvatron.spec import Cluster, Device, Digit, Form, Kind, Layout, Level, Strategy, gathered_digits, prime_factors
+from galvatron.core.spec import (
+    Cluster,
+    Device,
+    Digit,
+    Form,
+    Kind,
+    Layout,
+    Level,
+    Strategy,
+    gathered_digits,
+    prime_factors,
+)
+from galvatron.planner.cost.slice_gather import form_rates
+from galvatron.planner.space import Space, Switches
 
 Rows = list[frozenset[int]]
 """What each rank holds."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.space import EXTENDED, Space
-from galvatron.spec import Strategy
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Strategy
+from galvatron.planner.space import EXTENDED, Space
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 6, 8, 12, 16])

@@ -7,9 +7,19 @@ from math import comb, perm, prod
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.space import EXTENDED, PAPER, SPACES, Space, Switches, divisors, pipeline_degrees, space_named, tree
-from galvatron.spec import Axis, Kind, Strategy, prime_factors
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Axis, Kind, Strategy, prime_factors
+from galvatron.planner.space import (
+    EXTENDED,
+    PAPER,
+    SPACES,
+    Space,
+    Switches,
+    divisors,
+    pipeline_degrees,
+    space_named,
+    tree,
+)
 
 _HYBRID = Switches(hybrid_sharding=True)
 

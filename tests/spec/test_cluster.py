@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron.errors import InvalidInput
-from galvatron.spec import Cluster, Device, Digit, Kind, Layout, Level, Precision, Strategy, prime_factors
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Cluster, Device, Digit, Kind, Layout, Level, Precision, Strategy, prime_factors
 
 FAST, SLOW = 100.0, 10.0
 

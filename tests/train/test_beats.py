@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from galvatron.train.beats import Beat, Sighting, judge, where_am_i
+from galvatron.processes.heartbeats import Beat, Sighting, judge, where_am_i
 
 _TIMEOUT_S = 10.0
 _BEAT = Beat(

@@ -12,8 +12,8 @@ import pytest
 from injecting import fail, fail_at, spoil, stall, starve
 from jobs import Job, plan_of, run_to_end
 
-from galvatron.checkpoints.folder import complete
-from galvatron.errors import NonFinite, OutOfMemory, RankFailure
+from galvatron.core.errors import NonFinite, OutOfMemory, RankFailure
+from galvatron.train.checkpoints.folder import complete
 from galvatron.train.settings import Settings
 
 _ENDLESS = Settings(steps=100_000, save_every=3, timeout_s=4.0)

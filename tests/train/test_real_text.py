@@ -12,7 +12,7 @@ from parity import plan_for
 from small_models import config
 
 import galvatron
-from galvatron.data import open_data, unigram_entropy
+from galvatron.train.data import open_data, unigram_entropy
 from galvatron.train.settings import Settings
 
 pytestmark = pytest.mark.slow

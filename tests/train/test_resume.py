@@ -14,10 +14,10 @@ from oracle import Case, first_weights, stock_loss, stock_model
 from small_models import config
 
 import galvatron
-from galvatron.checkpoints.folder import complete
-from galvatron.checkpoints.manifest import Manifest, SavedTensor
-from galvatron.data.loader import Loader
-from galvatron.data.opening import open_data
+from galvatron.train.checkpoints.folder import complete
+from galvatron.train.checkpoints.manifest import Manifest, SavedTensor
+from galvatron.train.data.loader import Loader
+from galvatron.train.data.opening import open_data
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.train.rate import learning_rate
-from galvatron.train.settings import Decay, Settings
+from galvatron.core.errors import InvalidInput
+from galvatron.train.settings import Decay, Settings, learning_rate
 
 
 @pytest.mark.parametrize(

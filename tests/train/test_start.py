@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from jobs import plan_of, run_to_end
 
-from galvatron.checkpoints.folder import complete
-from galvatron.plans.plan import Plan
-from galvatron.plans.setup import Setup
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.setup import Setup
+from galvatron.train.checkpoints.folder import complete
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings

@@ -18,10 +18,10 @@ from small_models import config
 from two_nodes import Node, Nodes, nodes, why_not
 
 import galvatron
+from galvatron.families import load_cluster
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.zoo import load_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
 

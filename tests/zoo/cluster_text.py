@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.zoo.cluster_files import load_cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.clusters import load_cluster
 
 VALID = """\
 name = "pair of nodes"

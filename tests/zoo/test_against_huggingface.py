@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from galvatron.spec.model import Attention, Training
-from galvatron.zoo import load_model
+from galvatron.core.spec.model import Attention, Training
+from galvatron.families import load_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

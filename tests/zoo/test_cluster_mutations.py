@@ -13,8 +13,8 @@ from cluster_text import VALID, refusal, write
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from galvatron.errors import InvalidInput
-from galvatron.zoo.cluster_files import load_cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.clusters import load_cluster
 
 Place = tuple[str | int, ...]
 

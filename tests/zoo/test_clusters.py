@@ -16,12 +16,12 @@ from cluster_text import VALID, refusal, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from galvatron.errors import InvalidInput
-from galvatron.spec import Cluster, Device, Kind, Level, Strategy
-from galvatron.zoo.cluster_files import cluster_names, cluster_schema, dump_cluster, load_cluster
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.clusters import cluster_names, cluster_schema, dump_cluster, load_cluster
+from galvatron.core.spec import Cluster, Device, Kind, Level, Strategy
 
 DOCS = Path(__file__).parents[2] / "docs"
-PRESETS = Path(__file__).parents[2] / "src" / "galvatron" / "zoo" / "clusters"
+PRESETS = Path(__file__).parents[2] / "src" / "galvatron" / "core" / "files" / "presets" / "clusters"
 
 # Presets
 
@@ -91,7 +91,7 @@ def test_an_unknown_name_gets_suggestions(name: str, hint: str) -> None:
 
 def test_loading_a_preset_needs_neither_pydantic_nor_numpy() -> None:
     program = (
-        "import sys; from galvatron.zoo.cluster_files import load_cluster; load_cluster('h100-64'); "
+        "import sys; from galvatron.core.files.clusters import load_cluster; load_cluster('h100-64'); "
         "print(*sorted({'pydantic', 'numpy', 'torch'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

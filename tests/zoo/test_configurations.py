@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.spec.model import Training
-from galvatron.zoo import load_model, model_names
-from galvatron.zoo.families.bert import Bert
-from galvatron.zoo.families.gpt2 import Gpt2
-from galvatron.zoo.families.llama import Llama
-from galvatron.zoo.families.swin import Swin
-from galvatron.zoo.families.t5 import T5
-from galvatron.zoo.families.vit import Vit
-from galvatron.zoo.presets import Architecture
+from galvatron.core.spec.model import Training
+from galvatron.families import load_model, model_names
+from galvatron.families.bert.facts import Bert
+from galvatron.families.gpt2.facts import Gpt2
+from galvatron.families.llama.facts import Llama
+from galvatron.families.presets import Architecture
+from galvatron.families.swin.facts import Swin
+from galvatron.families.t5.facts import T5
+from galvatron.families.vit.facts import Vit
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.spec.model import ModelSpec, Precision, TensorParallel, Training
-from galvatron.units import MIB
-from galvatron.zoo import load_model
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.units import MIB
+from galvatron.families import load_model
 
 GOOD = """
 name = "mine"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.spec.model import ModelSpec, Training
-from galvatron.zoo import load_model
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import ModelSpec, Training
+from galvatron.families import load_model
 
 
 def read(folder: Path, content: object) -> ModelSpec:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.spec.model import Training
-from galvatron.zoo import load_model, model_names
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import Training
+from galvatron.families import load_model, model_names
 
 
 def test_a_close_name_is_suggested() -> None:
@@ -61,8 +61,8 @@ def test_presets_load_in_five_milliseconds() -> None:
 def test_presets_need_neither_torch_nor_pydantic() -> None:
     program = """
 import sys
-from galvatron.spec.model import Training
-from galvatron.zoo import load_model, model_names
+from galvatron.core.spec.model import Training
+from galvatron.families import load_model, model_names
 for name in model_names():
     load_model(name, Training())
 print([name for name in ("torch", "transformers", "pydantic", "numpy") if name in sys.modules])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from galvatron.spec.model import TensorParallel
-from galvatron.zoo.ops import Op, Split, dropout, layer, linear, residual
+from galvatron.core.spec.model import TensorParallel
+from galvatron.families.facts.ops import Op, Split, dropout, layer, linear, residual
 
 PARALLEL = TensorParallel(forward_collectives=1, backward_collectives=1, message_bytes=1)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from galvatron.errors import InvalidInput
-from galvatron.spec.model import Attention, LayerSpec, ModelSpec, Precision, Training
-from galvatron.units import MIB
-from galvatron.zoo import load_model, model_names
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Precision, Training
+from galvatron.core.units import MIB
+from galvatron.families import load_model, model_names
 
 PAPER = Training(precision=Precision.FP32, attention=Attention.PAPER)
 

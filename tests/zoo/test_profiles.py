@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from galvatron.errors import InvalidInput
-from galvatron.spec import LayerMemory, LayerTime, ModelProfile, Training
-from galvatron.zoo import load_model
-from galvatron.zoo.profile_files import dump_profile, load_profile, profile_names
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.profiles import dump_profile, load_profile, profile_names
+from galvatron.core.spec import LayerMemory, LayerTime, ModelProfile, Training
+from galvatron.families import load_model
 
 VALID = """\
 name = "mine"

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from galvatron.spec.model import Attention, ModelSpec, Precision, Training
-from galvatron.zoo import load_model
+from galvatron.core.spec.model import Attention, ModelSpec, Precision, Training
+from galvatron.families import load_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

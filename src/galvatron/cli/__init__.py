@@ -23,7 +23,7 @@ from galvatron.cli import (
     strategies,
     train,
 )
-from galvatron.errors import GalvatronError
+from galvatron.core.errors import GalvatronError
 
 __all__ = ["app", "main"]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from galvatron.cli import options as opt
-from galvatron.errors import CheckpointCorrupt, InvalidInput
+from galvatron.core.errors import CheckpointCorrupt, InvalidInput
 
 __all__ = ["command"]
 
@@ -19,7 +19,7 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the checkpoints of a run: steps, sizes, and whether they are complete and undamaged."""
-    from galvatron.checkpoints.report import checkpoints_view, reports
+    from galvatron.train.checkpoints.report import checkpoints_view, reports
 
     found = reports(Path(run), verify=verify)
     if not found:

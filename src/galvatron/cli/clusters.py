@@ -18,12 +18,12 @@ def command(
     """List the clusters known by name, or show the devices and links of one."""
     from dataclasses import asdict
 
-    from galvatron.zoo import cluster_names, load_cluster
+    from galvatron.families import cluster_names, load_cluster
 
     clusters = [load_cluster(name) for name in ([cluster] if cluster else cluster_names())]
     if as_json:
         opt.print_json([{**asdict(each), "devices": each.devices} for each in clusters])
         return
-    from galvatron.plans.tables import clusters_view, links_view
+    from galvatron.planner.plan.tables import clusters_view, links_view
 
     opt.show(links_view(clusters[0]) if cluster else clusters_view(clusters))

@@ -10,8 +10,8 @@ import typer
 from galvatron.cli import options as opt
 
 if TYPE_CHECKING:
-    from galvatron.plans.compare import Cell
-    from galvatron.plans.setup import Setup
+    from galvatron.planner.plan.compare import Cell
+    from galvatron.planner.plan.setup import Setup
 
 __all__ = ["command"]
 
@@ -25,16 +25,16 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Show the best plan of every space at every budget, as in the paper's main table."""
-    from galvatron.plans.compare import compare
-    from galvatron.plans.setup import request_for
-    from galvatron.units import parse_bytes
+    from galvatron.core.units import parse_bytes
+    from galvatron.planner.plan.compare import compare
+    from galvatron.planner.plan.setup import request_for
 
     budgets = [parse_bytes(part, where="memory") for part in memory.split(",")]
     comparison = compare(request_for(model, cluster, replace(setup, memory=max(budgets))), budgets)
     if as_json:
         opt.print_json([_entry(cell) for row in comparison.rows for cell in row])
         return
-    from galvatron.plans.render import comparison_view
+    from galvatron.planner.plan.render import comparison_view
 
     opt.show(comparison_view(comparison))
 

@@ -16,8 +16,8 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Show per stage and layer what and why, memory against the budget, and the best plan of every other space."""
-    from galvatron.plans.explain import explain, time_shares
-    from galvatron.plans.plan import Plan
+    from galvatron.planner.plan.explain import explain, time_shares
+    from galvatron.planner.plan.plan import Plan
 
     explanation = explain(Plan.load(plan))
     if as_json:
@@ -49,6 +49,6 @@ def command(
             }
         )
         return
-    from galvatron.plans.render import explanation_view
+    from galvatron.planner.plan.render import explanation_view
 
     opt.show(explanation_view(explanation))

@@ -18,10 +18,10 @@ def command(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
 ) -> None:
     """Write config.json and safetensors that from_pretrained loads."""
-    from galvatron.checkpoints.folder import find
+    from galvatron.train.checkpoints.folder import find
 
     saved = find(Path(checkpoint))
-    from galvatron.checkpoints.export import export
+    from galvatron.train.checkpoints.export import export
 
     export(saved, out)
     typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}")

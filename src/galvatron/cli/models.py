@@ -19,8 +19,8 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the models known by name, or show the layers of one."""
-    from galvatron.plans.setup import Setup, training_of
-    from galvatron.zoo import load_model, model_names
+    from galvatron.families import load_model, model_names
+    from galvatron.planner.plan.setup import Setup, training_of
 
     training = training_of(Setup(precision=precision, attention="paper" if paper else attention))
     specs = [load_model(name, training) for name in ([model] if model else model_names())]
@@ -39,6 +39,6 @@ def command(
             ]
         )
         return
-    from galvatron.plans.tables import layers_view, models_view
+    from galvatron.planner.plan.tables import layers_view, models_view
 
     opt.show(layers_view(specs[0]) if model else models_view(specs))

@@ -91,7 +91,7 @@ def takes_setup(*leave_out: str) -> Callable[[Callable[..., None]], Callable[...
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def command(**given: Any) -> None:
-            from galvatron.plans.setup import Setup
+            from galvatron.planner.plan.setup import Setup
 
             said = {name: given.pop(name) for name in names}
             function(**given, setup=Setup(**said))

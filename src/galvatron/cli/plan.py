@@ -10,7 +10,7 @@ import typer
 from galvatron.cli import options as opt
 
 if TYPE_CHECKING:
-    from galvatron.plans.setup import Setup
+    from galvatron.planner.plan.setup import Setup
 
 __all__ = ["command"]
 
@@ -24,12 +24,12 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Find the fastest plan for MODEL and prove that none in the space is better."""
-    from galvatron.plans.advice import make_plan
-    from galvatron.plans.setup import request_for
+    from galvatron.planner.plan.advice import make_plan
+    from galvatron.planner.plan.setup import request_for
 
     if cluster == "auto":
         from galvatron.cli.progress import shown_progress
-        from galvatron.profiler.auto import request_here
+        from galvatron.measure.auto import request_here
 
         request = request_here(model, setup, measuring=shown_progress)
     else:
@@ -42,7 +42,7 @@ def command(
     if as_json:
         opt.print_json({**plan.to_dict(), "search_s": search_s})
         return
-    from galvatron.plans.render import plan_view
+    from galvatron.planner.plan.render import plan_view
 
     opt.show(plan_view(plan), f"search took {search_s * 1e3:.0f} ms")
     if output:

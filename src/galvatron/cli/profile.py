@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from galvatron.cli import options as opt
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
 
 __all__ = ["app"]
 
@@ -33,9 +33,9 @@ def cluster_command(
     from dataclasses import asdict
 
     from galvatron.cli.progress import shown_progress
-    from galvatron.profiler.clusters import profile_cluster
-    from galvatron.virtual import virtual_gpus
-    from galvatron.zoo.cluster_files import dump_cluster
+    from galvatron.core.files.clusters import dump_cluster
+    from galvatron.measure.clusters import profile_cluster
+    from galvatron.processes.virtual import virtual_gpus
 
     _check(output)
     with virtual_gpus(virtual), shown_progress("cluster") as progress:
@@ -46,7 +46,7 @@ def cluster_command(
     if as_json:
         opt.print_json({**asdict(cluster), "devices": cluster.devices})
         return
-    from galvatron.plans.tables import groups_view, links_view
+    from galvatron.planner.plan.tables import groups_view, links_view
 
     opt.show(links_view(cluster), groups_view(cluster), *_written(output, "--cluster"))
 
@@ -72,13 +72,13 @@ def model_command(
     from dataclasses import asdict
 
     from galvatron.cli.progress import shown_progress
-    from galvatron.plans.setup import Setup, training_of
-    from galvatron.profiler.auto import AUTO
-    from galvatron.profiler.clusters import profile_cluster
-    from galvatron.profiler.layers import profile_model
-    from galvatron.virtual import virtual_gpus
-    from galvatron.zoo import load_cluster, load_model
-    from galvatron.zoo.profile_files import dump_profile
+    from galvatron.core.files.profiles import dump_profile
+    from galvatron.families import load_cluster, load_model
+    from galvatron.measure.auto import AUTO
+    from galvatron.measure.clusters import profile_cluster
+    from galvatron.measure.layers import profile_model
+    from galvatron.planner.plan.setup import Setup, training_of
+    from galvatron.processes.virtual import virtual_gpus
 
     _check(output)
     degrees = _degrees(tp_degrees)
@@ -95,7 +95,7 @@ def model_command(
     if as_json:
         opt.print_json(asdict(profile))
         return
-    from galvatron.plans.tables import profile_view
+    from galvatron.planner.plan.tables import profile_view
 
     opt.show(profile_view(profile), *_written(output, "--profile"))
 

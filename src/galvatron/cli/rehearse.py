@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from galvatron.cli import options as opt
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
 
 __all__ = ["command"]
 
@@ -22,9 +22,9 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Run one rank's exact share of a plan on one device, without the others: its true peak memory and compute time."""
-    from galvatron.plans.plan import Plan
-    from galvatron.rehearsal.processes import first_ranks, rehearse
-    from galvatron.virtual import check_virtual, virtual_gpus
+    from galvatron.measure.rehearsal.processes import first_ranks, rehearse
+    from galvatron.planner.plan.plan import Plan
+    from galvatron.processes.virtual import check_virtual, virtual_gpus
 
     if rank is not None and all_stages:
         raise InvalidInput(f"--rank {rank} and --all-stages: give one of the two")
@@ -38,6 +38,6 @@ def command(
     if as_json:
         opt.print_json([rehearsal.to_dict() for rehearsal in rehearsals])
         return
-    from galvatron.rehearsal.report import rehearsal_view
+    from galvatron.measure.rehearsal.results import rehearsal_view
 
     opt.show(rehearsal_view(loaded, rehearsals))

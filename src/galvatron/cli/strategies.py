@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from galvatron.cli import options as opt
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from galvatron.spec import Strategy
+    from galvatron.core.spec import Strategy
 
 __all__ = ["command"]
 
@@ -27,7 +27,7 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Draw the decision trees for this many devices, one a pipeline degree, and count their candidates."""
-    from galvatron.space import RULES, Switches, space_named
+    from galvatron.planner.space import RULES, Switches, space_named
 
     if not 1 <= devices <= _MOST_DEVICES:
         raise InvalidInput(f"devices: {devices} given; it must be between 1 and {_MOST_DEVICES}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron.cli import options as opt
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from galvatron.plans.plan import Plan
-    from galvatron.plans.setup import Setup
+    from galvatron.planner.plan.plan import Plan
+    from galvatron.planner.plan.setup import Setup
     from galvatron.train.settings import Settings
 
 __all__ = ["command"]
@@ -59,9 +59,9 @@ def command(
     Under torchrun (several machines) each process is one rank, and a plan must be given.
     """
     from galvatron.cli.progress import shown_progress
+    from galvatron.core.units import parse_seconds
     from galvatron.train.settings import Decay
     from galvatron.train.start import Asked, Screen, train
-    from galvatron.units import parse_seconds
 
     said: dict[str, Any] = {
         "steps": steps,
@@ -120,6 +120,6 @@ def _chosen(given: str, known: list[Any]) -> Any:
 
 
 def _show(plan: Plan) -> None:
-    from galvatron.plans.render import plan_view
+    from galvatron.planner.plan.render import plan_view
 
     opt.show(plan_view(plan))

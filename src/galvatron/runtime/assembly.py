@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from galvatron.models.layer import CutModel, Layer, Tie, Use
-from galvatron.models.rules import Table
-from galvatron.models.weights import Weights
-from galvatron.runtime.borrowing import SplitRowsOf, lend, resplit
-from galvatron.runtime.forms import FormChange
-from galvatron.runtime.groups import GroupPool, Position, ranks_along, spell
-from galvatron.runtime.layout import Placements
-from galvatron.runtime.pieces import Cut, Piece, part_of
+from galvatron.core.spec import Digit, Kind, Strategy
+from galvatron.families.layer import CutModel, Layer, Tie, Use
+from galvatron.families.rules import Table
+from galvatron.families.weights import Weights
+from galvatron.runtime.data_parallel.pieces import Cut, Piece, part_of
+from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
+from galvatron.runtime.data_parallel.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
+from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.layout.change import FormChange
+from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, ranks_along, spell, tie_group
+from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.pipeline.stage import Slot, Stage
 from galvatron.runtime.randomness import LayerRandomness, draws
-from galvatron.runtime.replicated import ReplicatedUnit
-from galvatron.runtime.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
-from galvatron.runtime.stage import Slot, Stage
-from galvatron.runtime.tensor_parallel import TensorGroup, split
-from galvatron.runtime.units import LocalParameter, Unit
-from galvatron.runtime.wiring import StagePlan, tie_group
-from galvatron.spec import Digit, Kind, Strategy
+from galvatron.runtime.tensor_parallel.split import TensorGroup, split
+from galvatron.runtime.tied.in_stage import SplitRowsOf, lend, resplit
 
 __all__ = ["Assembly", "Settings", "assemble"]
 

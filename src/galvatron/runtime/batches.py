@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galvatron.errors import InvalidInput
-from galvatron.models.layer import Batch, CutModel
-from galvatron.runtime.layout import Placements
+from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import Batch, CutModel
+from galvatron.runtime.layout.rows import Placements
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
 

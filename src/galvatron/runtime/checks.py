@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from galvatron.errors import InvalidInput, PlanMismatch
-from galvatron.models.generic import Generic
-from galvatron.models.layer import CutModel
-from galvatron.plans.plan import Plan
-from galvatron.spec import Kind, LayerSpec, Strategy
-from galvatron.zoo.huggingface import HUGGINGFACE_TYPES, model_of_config
+from galvatron.core.errors import InvalidInput, PlanMismatch
+from galvatron.core.spec import Kind, LayerSpec, Strategy
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.huggingface import HUGGINGFACE_TYPES, model_of_config
+from galvatron.families.layer import CutModel
+from galvatron.planner.plan.plan import Plan
 
 __all__ = ["check_model", "check_world"]
 

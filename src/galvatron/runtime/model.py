@@ -11,19 +11,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from galvatron.models.layer import Batch
-from galvatron.plans.plan import Plan
+from galvatron.families.layer import Batch
+from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
-from galvatron.runtime.exchange import TieExchange
-from galvatron.runtime.loss import Loss
-from galvatron.runtime.norm import clip_, gradient_norm
-from galvatron.runtime.pipeline import Pipeline
+from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.pipeline.run import Pipeline, Stopwatch
 from galvatron.runtime.randomness import RandomState, restored
-from galvatron.runtime.state import whole
-from galvatron.runtime.stopwatch import Stopwatch
-from galvatron.runtime.units import LocalParameter, Unit
+from galvatron.runtime.tied.across_stages import TieExchange
+from galvatron.runtime.whole import clip_, gradient_norm, whole
 
-__all__ = ["ParallelModel"]
+__all__ = ["Loss", "ParallelModel"]
+
+
+class Loss:
+    """A number that may still be under way: ``float(loss)``, ``loss.item()`` and formatting wait for it.
+
+    No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
+    last ones could already update their weights, so it is best read after the optimizer's step.
+    """
+
+    def __init__(self, total: Tensor, work: dist.Work | None) -> None:
+        """``work``: the sum over ranks that ``total`` is part of."""
+        self._total, self._work = total, work
+
+    def tensor(self) -> Tensor:
+        """The value as a tensor on the model's device; computing with it waits on the device, not here."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._total
+
+    def item(self) -> float:
+        return float(self.tensor())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"Loss({self.item()})"
 
 
 class ParallelModel:

@@ -11,32 +11,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from galvatron.cost import Schedule
-from galvatron.errors import InvalidInput
-from galvatron.models.build import build_meta, without_weights
-from galvatron.models.generic import Loss
-from galvatron.models.layer import Batch, CutModel, Tie
-from galvatron.models.registry import cut as cut_model
-from galvatron.models.rules import Columns, Vocabulary
-from galvatron.models.saved import SavedWeights
-from galvatron.models.weights import InitialWeights, ModelWeights, Weights
-from galvatron.plans.plan import Plan
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Precision
+from galvatron.families.build import build_meta, without_weights
+from galvatron.families.generic.adapter import Loss
+from galvatron.families.layer import Batch, CutModel, Tie
+from galvatron.families.registry import cut as cut_model
+from galvatron.families.rules import Columns, Vocabulary
+from galvatron.families.saved import SavedWeights
+from galvatron.families.weights import InitialWeights, ModelWeights, Weights
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.plan import Plan
+from galvatron.processes.failures import report_failures
+from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.checks import check_model, check_world
-from galvatron.runtime.exchange import Holding, TieExchange, holdings
-from galvatron.runtime.failures import report_failures
-from galvatron.runtime.groups import GroupPool
-from galvatron.runtime.layout import Placements
+from galvatron.runtime.data_parallel.units import LocalParameter
+from galvatron.runtime.layout.groups import (
+    GroupPool,
+    StagePlan,
+    backward_group,
+    forward_group,
+    needed_groups,
+    tie_group,
+)
+from galvatron.runtime.layout.rows import Placements
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.pipeline import Neighbours, Pipeline
-from galvatron.runtime.schedule import actions
-from galvatron.runtime.state import shapes_of
-from galvatron.runtime.transfer import Crossing, Side
-from galvatron.runtime.units import LocalParameter
-from galvatron.runtime.wiring import StagePlan, backward_group, forward_group, needed_groups, tie_group
-from galvatron.runtime.world import cap_memory, join, own_device
-from galvatron.spec import Precision
+from galvatron.runtime.pipeline.run import Neighbours, Pipeline
+from galvatron.runtime.pipeline.schedule import actions
+from galvatron.runtime.pipeline.transfer import Crossing, Side
+from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
+from galvatron.runtime.whole import shapes_of
 
 __all__ = ["parallelize"]
 
@@ -60,7 +66,7 @@ def parallelize(
     None for the one the plan was made for. ``weights``: a folder of safetensors to start from, or another source;
     without it, and without weights in ``model``, they are initialised from ``seed``, to the same values under any plan.
     ``dtype``: compute in this instead of the plan's precision. ``example`` and ``loss`` are for models of unknown
-    family (see :func:`galvatron.models.registry.cut`). Raises :class:`galvatron.InvalidInput` before anything is
+    family (see :func:`galvatron.families.registry.cut`). Raises :class:`galvatron.InvalidInput` before anything is
     allocated if model, plan and number of processes do not go together.
     """
     join()

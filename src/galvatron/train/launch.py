@@ -22,8 +22,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from galvatron.environment import unset
-from galvatron.errors import RankFailure
+from galvatron.core.errors import RankFailure
+from galvatron.processes.environment import unset
 from galvatron.train.run_folder import RunFolder
 
 __all__ = ["Ended", "launch"]

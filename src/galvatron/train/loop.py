@@ -11,23 +11,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.data.dataset import Dataset, evaluation_batches
-from galvatron.data.loader import Loader
-from galvatron.errors import NonFinite
-from galvatron.models.layer import IGNORED
+from galvatron.core.errors import NonFinite
+from galvatron.families.layer import IGNORED
+from galvatron.processes.stopping import Agreement, StopRequest
+from galvatron.processes.watch import Watch
 from galvatron.runtime.model import ParallelModel
-from galvatron.train.agreement import Agreement
-from galvatron.train.memory import PeakMemory, used_bytes
-from galvatron.train.metrics import Sink
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.data.dataset import Dataset, evaluation_batches
+from galvatron.train.data.loader import Loader
+from galvatron.train.meters import IterationTimes, PeakMemory, used_bytes
+from galvatron.train.metrics import Sink, Throughput
 from galvatron.train.progress import Display
-from galvatron.train.rate import learning_rate
 from galvatron.train.run_folder import RunFolder
-from galvatron.train.settings import Settings
-from galvatron.train.signals import StopRequest
-from galvatron.train.throughput import Throughput
-from galvatron.train.timing import IterationTimes
-from galvatron.train.watch import Watch
+from galvatron.train.settings import Settings, learning_rate
 
 __all__ = ["Loop", "Outcome"]
 

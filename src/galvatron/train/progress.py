@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from galvatron.units import format_bytes, format_seconds
+from galvatron.core.units import format_bytes, format_seconds
 
 __all__ = ["Display"]
 

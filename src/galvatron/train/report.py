@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from galvatron.plans.plan import Plan, PlannedStage
-from galvatron.units import format_bytes, format_seconds
+from galvatron.core.units import format_bytes, format_seconds
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.record import PlannedStage
 
 __all__ = ["RankTimes", "Report", "report_view"]
 

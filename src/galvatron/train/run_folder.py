@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from galvatron.errors import InvalidInput
-from galvatron.plans.plan import Plan
+from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.plan import Plan
 from galvatron.train.settings import Settings
 
 __all__ = ["RunFolder"]

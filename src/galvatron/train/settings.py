@@ -9,9 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from galvatron.errors import InvalidInput
+from galvatron.core.errors import InvalidInput
 
-__all__ = ["Decay", "Settings"]
+__all__ = ["Decay", "Settings", "learning_rate"]
 
 
 class Decay(StrEnum):
@@ -136,3 +136,18 @@ _LEAST = {
 
 def _option(name: str) -> str:
     return name.removesuffix("_s").replace("_", "-")
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Of the step with this number, from 1: linear warm-up, then decay to the final share at the last step."""
+    highest, warmup = settings.learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return highest * step / warmup
+    done = min(1.0, (step - warmup) / max(1, settings.steps - warmup))
+    if settings.decay is Decay.CONSTANT:
+        left = 1.0
+    elif settings.decay is Decay.LINEAR:
+        left = 1 - done
+    else:
+        left = (1 + math.cos(math.pi * done)) / 2
+    return highest * (settings.final_rate + (1 - settings.final_rate) * left)

@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from galvatron.errors import GalvatronError, Infeasible, InvalidInput, RankFailure
-from galvatron.plans.advice import make_plan
-from galvatron.plans.plan import Plan
-from galvatron.plans.setup import Setup, request_for
-from galvatron.profiler.auto import AUTO, request_here
-from galvatron.profiler.processes import Progress
-from galvatron.spec import ModelSpec
+from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput, RankFailure
+from galvatron.core.spec import ModelSpec
+from galvatron.measure.auto import AUTO, request_here
+from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.setup import Setup, request_for
+from galvatron.processes.job import Progress
+from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
 from galvatron.train.metrics import check_sinks
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.virtual import check_virtual, virtual_devices, virtual_gpus
 
 __all__ = ["Asked", "Screen", "is_plan", "replanned", "train"]
 
@@ -202,7 +202,7 @@ def _check_runnable(plan: Plan) -> None:
 
 def _check_paths(settings: Settings) -> None:
     """Find out before anything is measured whether data and weights are there."""
-    from galvatron.data.opening import check_paths  # torch takes seconds
+    from galvatron.train.data.opening import check_paths  # torch takes seconds
 
     if settings.weights is not None and not Path(settings.weights).is_dir():
         raise InvalidInput(f"weights: {settings.weights!r} is no folder; give one with config.json and safetensors")
@@ -211,7 +211,7 @@ def _check_paths(settings: Settings) -> None:
 
 def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
     """Find out before any process starts whether data fit the model; text is tokenized here, once."""
-    from galvatron.data.opening import open_data
+    from galvatron.train.data.opening import open_data
 
     assert plan.model.config is not None
     open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))

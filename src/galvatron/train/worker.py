@@ -9,28 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron.checkpoints.checkpoints import Checkpoints
-from galvatron.data.loader import Loader, Position
-from galvatron.data.opening import open_data
-from galvatron.errors import GalvatronError, NonFinite, OutOfMemory
-from galvatron.heap import settle
-from galvatron.plans.plan import Plan
+from galvatron.core.errors import GalvatronError, NonFinite, OutOfMemory
+from galvatron.core.units import format_bytes
+from galvatron.planner.plan.plan import Plan
+from galvatron.processes.environment import settle
+from galvatron.processes.failures import is_symptom, report_failures
+from galvatron.processes.stopping import Agreement, StopRequest
+from galvatron.processes.watch import Watch
+from galvatron.processes.world import join, own_device
 from galvatron.runtime.checks import check_world
-from galvatron.runtime.failures import is_symptom, report_failures
 from galvatron.runtime.parallelize import parallelize
-from galvatron.runtime.world import join, own_device
-from galvatron.train.agreement import Agreement
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.data.loader import Loader, Position
+from galvatron.train.data.opening import open_data
 from galvatron.train.loop import Loop, Outcome
-from galvatron.train.memory import PeakMemory, used_bytes
+from galvatron.train.meters import IterationTimes, PeakMemory, used_bytes
 from galvatron.train.metrics import open_sinks
 from galvatron.train.progress import Display
 from galvatron.train.report import Report, report_view
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.train.signals import StopRequest
-from galvatron.train.timing import IterationTimes
-from galvatron.train.watch import Watch
-from galvatron.units import format_bytes
 
 __all__ = ["train_rank"]
 

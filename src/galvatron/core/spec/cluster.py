@@ -1,0 +1,238 @@
+"""What a cluster is to the planner: one kind of device, and nested islands of links.
+
+Facts only. Devices are numbered so that neighbours in number are neighbours in the innermost island; a group of ranks
+is described by the digits of the rank that vary in it (:class:`galvatron.core.spec.strategy.Digit`), and
+:meth:`Cluster.link` says what such a group gets from the links it really spans. Paper Section 3.2 (device islands),
+3.4 (bandwidths).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import Precision
+from galvatron.core.spec.strategy import Digit
+
+__all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    """Achieved bandwidth of its own memory: prices the optimizer step."""
+    fp32_flops_per_s: float
+    """Achieved (not peak) rate of a Transformer layer's forward in fp32."""
+    bf16_flops_per_s: float | None = None
+    """Achieved rate in bf16; None: the device has no bf16."""
+    layer_overhead_s: float = 0.0
+    """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
+
+    def flops_per_s(self, precision: Precision) -> float:
+        if precision is Precision.FP32:
+            return self.fp32_flops_per_s
+        if self.bf16_flops_per_s is None:
+            raise InvalidInput(f"device {self.name!r} has no bf16 arithmetic; use --precision fp32")
+        return self.bf16_flops_per_s
+
+    @property
+    def precision(self) -> Precision:
+        """The arithmetic people train with on this device: bf16 where it exists."""
+        return Precision.FP32 if self.bf16_flops_per_s is None else Precision.BF16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """One level of islands: how many units of the level below it joins, and by which links."""
+
+    name: str
+    units: int
+    """Units joined: devices for the innermost level, else islands of the level below."""
+    bytes_per_s: float
+    """Bus bandwidth of a ring: what a shared link carries in all, or each device's own lane where not shared."""
+    latency_s: float
+    transfer_bytes_per_s: float | None = None
+    """Point-to-point bandwidth between two devices across this level, where it differs from that of a ring."""
+    shared: bool
+    """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
+
+
+class Collective(StrEnum):
+    """What a group does together. An all-reduce makes two passes over its members, the others one."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one group sees: bandwidth of its ring, and the latency of one pass over its members."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredGroup:
+    """What was measured of the groups of one shape, while all of them that fit into the cluster ran at once.
+
+    Libraries differ in how a collective's speed depends on the group's size, and in which of them they do well (gloo's
+    reduce-scatter is an all-reduce in disguise); no rule about links says that.
+    """
+
+    ranks: tuple[int, ...]
+    """The group that device 0 is in; the others lie alike."""
+    all_gather_bytes_per_s: float
+    """Bus bandwidths, as nccl-tests defines them; latencies are of one pass, of which an all-reduce makes two."""
+    all_gather_latency_s: float
+    reduce_scatter_bytes_per_s: float
+    reduce_scatter_latency_s: float
+    all_reduce_bytes_per_s: float
+    all_reduce_latency_s: float
+
+    def link(self, collective: Collective) -> Link:
+        return Link(getattr(self, f"{collective}_bytes_per_s"), getattr(self, f"{collective}_latency_s"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal devices in nested islands."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    """Innermost first; empty for a single device."""
+    reserved_bytes: int
+    """Memory a process needs besides tensors: context, communication buffers, workspace."""
+    fragmentation: float = 0.0
+    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds."""
+    overlap_slowdown: float = 1.0
+    """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
+    compute_contention: float = 1.0
+    """Factor by which a device computes slower while all compute than while it computes alone: above one where devices
+    are processes that share cores. All times are those while all compute."""
+    groups: tuple[MeasuredGroup, ...] = ()
+    """Where a group was measured, that is preferred to what the levels say."""
+    source: str = ""
+    """Where the figures come from."""
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(level.units for level in self.levels)
+
+    def tensor_bytes(self, budget_bytes: int) -> int:
+        """What tensors can have of a device's budget."""
+        return int((budget_bytes - self.reserved_bytes) * (1 - self.fragmentation))
+
+    def least_budget(self, tensor_bytes: int) -> int:
+        """The least budget in which tensors can have so much."""
+        budget = self.reserved_bytes + math.ceil(tensor_bytes / (1 - self.fragmentation))
+        return budget if self.tensor_bytes(budget) >= tensor_bytes else budget + 1
+
+    @cached_property
+    def has_uneven_links(self) -> bool:
+        """Whether islands differ in speed, so that who talks to whom matters."""
+        return len({(level.bytes_per_s, level.shared) for level in self.levels}) > 1
+
+    def link(self, digits: frozenset[Digit], collective: Collective = Collective.ALL_GATHER) -> Link:
+        """Bandwidth and latency of a group whose members differ in these digits: as measured, or by the levels.
+
+        By the levels the ring is as fast as its slowest crossing. A level is crossed when some digit's block does not
+        lie inside one unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group
+        has one lane for each of its members there.
+        """
+        key = digits, collective
+        if key not in self._links:
+            measured = self._measured.get(_members(digits))
+            self._links[key] = measured.link(collective) if measured else self._slowest_crossing(digits)
+        return self._links[key]
+
+    @cached_property
+    def _links(self) -> dict[tuple[frozenset[Digit], Collective], Link]:
+        return {}
+
+    @cached_property
+    def _measured(self) -> dict[tuple[int, ...], MeasuredGroup]:
+        return {group.ranks: group for group in self.groups}
+
+    def _slowest_crossing(self, digits: frozenset[Digit]) -> Link:
+        bytes_per_s, latency_s = math.inf, 0.0
+        unit_size = 1
+        for level in self.levels:
+            crossing = [digit for digit in digits if unit_size % digit.block]
+            if crossing:
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(digits, unit_size, level.shared))
+            island = unit_size * level.units
+            units = math.prod(digit.radix for digit in crossing if island % digit.block == 0)
+            # Inside the innermost islands collectives use trees; between islands a ring passes each of them.
+            latency_s += level.latency_s * (math.ceil(math.log2(units)) if unit_size == 1 else units - 1)
+            unit_size = island
+        return Link(bytes_per_s, latency_s)
+
+    def _lanes(self, digits: frozenset[Digit], unit_size: int, shared: bool) -> float:
+        """How much of a level's bandwidth the worst-placed group gets where it leaves units of this size."""
+        if all(unit_size % digit.block == 0 or digit.stride % unit_size == 0 for digit in digits):
+            members = math.prod(digit.radix for digit in digits if unit_size % digit.block == 0)
+            return members / unit_size if shared else members
+        groups: dict[int, Counter[int]] = {}
+        for rank in range(self.devices):  # some group straddles units: count its members in each
+            first = rank - sum(rank // digit.stride % digit.radix * digit.stride for digit in digits)
+            groups.setdefault(first, Counter())[rank // unit_size] += 1
+        leaving = [units for units in groups.values() if len(units) > 1]
+        busy = sum(leaving, Counter())
+        return min(count / busy[unit] if shared else count for units in leaving for unit, count in units.items())
+
+    def stage_link(self, stage_devices: int) -> Link:
+        """Bandwidth of one device's transfer to its peer in the next stage, at the slowest boundary between stages."""
+        bytes_per_s, latency_s = math.inf, 0.0
+        unit_size = 1
+        for level in self.levels:
+            if unit_size * level.units > stage_devices:
+                sharers = min(stage_devices, unit_size) if level.shared else 1
+                bytes_per_s = min(bytes_per_s, (level.transfer_bytes_per_s or level.bytes_per_s) / sharers)
+                latency_s = max(latency_s, level.latency_s)
+            unit_size *= level.units
+        return Link(bytes_per_s, latency_s)
+
+    def shrunk(self, devices: int) -> Cluster:
+        """This cluster with fewer devices: whole islands where that comes out even, else all at the speed of the
+        outermost links that are still needed."""
+        if not 1 <= devices <= self.devices:
+            raise InvalidInput(f"devices: {devices} given; cluster {self.name!r} has {self.devices}")
+        levels: list[Level] = []
+        size = 1
+        for level in self.levels:
+            if size < devices:
+                units = min(level.units, -(-devices // size))
+                levels.append(replace(level, units=units))
+                size *= units
+        if size != devices:
+            levels = [replace(levels[-1], units=devices)]
+        groups = tuple(group for group in self.groups if max(group.ranks) < devices)
+        return replace(self, levels=tuple(level for level in levels if level.units > 1), groups=groups)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the facts, whatever file or preset they came from."""
+        facts = asdict(self)
+        del facts["name"], facts["source"]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _members(digits: frozenset[Digit]) -> tuple[int, ...]:
+    """The group of device 0 whose members differ in these digits."""
+    ranks = [0]
+    for digit in digits:
+        ranks = [rank + value * digit.stride for rank in ranks for value in range(digit.radix)]
+    return tuple(sorted(ranks))

@@ -1,0 +1,192 @@
+"""What a model is to the planner: a sequence of layers, each a handful of sizes.
+
+Facts only, for one sample and one way of training (:class:`Training`); nothing here knows devices, strategies or costs.
+All figures are whole numbers so that plans come out identical everywhere. Paper Section 3.1 (layers L_i with
+parameters w_i and activations f_i) and 3.4 (memory "from the shape of a tensor and its data type").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.strategy import Kind, Strategy
+
+__all__ = ["Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
+
+
+class Precision(StrEnum):
+    """Arithmetic of training."""
+
+    FP32 = "fp32"
+    """Everything in fp32: 4-byte activations, 16 bytes of states a parameter with Adam."""
+    BF16 = "bf16"
+    """bf16 working parameters and activations, with fp32 masters, gradient reduction and Adam moments."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one activation or working parameter; gradients are reduced in fp32 either way."""
+        return 4 if self is Precision.FP32 else 2
+
+
+class Attention(StrEnum):
+    """How attention is computed, which decides what it saves for backward."""
+
+    FUSED = "fused"
+    """Flash or SDPA kernels: no map of size seq² is saved, only a log-sum-exp per row."""
+    EAGER = "eager"
+    """As Hugging Face's eager attention: the probabilities are saved (with dropout also mask and dropped copy)."""
+    PAPER = "paper"
+    """As the paper's models of 2022 ran it: eager, and the scores are saved as well (its Table 1 shows two maps)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How the model is trained, as far as the sizes of its layers depend on it."""
+
+    precision: Precision = Precision.FP32
+    attention: Attention = Attention.FUSED
+    dropout: bool | None = None
+    """Whether dropout is active; None: as the model's own configuration says."""
+    sequence_length: int | None = None
+    """Tokens a sample for language models; None: the model's own maximum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """How a layer behaves when its weights are split over t devices (Megatron's scheme)."""
+
+    divides: tuple[int, ...] = ()
+    """The degree must divide each of these: attention heads, key/value heads. Empty: any degree (padded vocabulary)."""
+    forward_collectives: int
+    """All-reduces in forward (a block: attention and feed-forward, so 2; with cross-attention 3)."""
+    backward_collectives: int
+    """All-reduces in backward."""
+    message_bytes: int
+    """Size of each for one sample."""
+    sequence_divides: tuple[int, ...] = ()
+    """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
+    divide each of them. Empty: it cannot be divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One layer: what the search decides about. Sizes are for one sample; embeddings and heads are layers too."""
+
+    name: str
+    """Its kind: layers of one name are equal ("encoder", "decoder", "embedding", "head", "stage3" …)."""
+    parameters: int
+    tied_parameters: int = 0
+    """Of these, the ones that belong to an earlier layer (a head tied to the embedding): they exist once where both
+    layers are in one stage, and as a copy kept equal where they are not."""
+    replicated_parameters: int = 0
+    """Of these, the ones each tensor-parallel rank holds whole (norms, biases after a row split, positions)."""
+    forward_flops: int
+    """Operations of one forward pass, a multiply-add counted as two."""
+    split_activation_bytes: int
+    """Saved for backward and divided by tensor parallelism."""
+    replicated_activation_bytes: int = 0
+    """Saved for backward and whole on each tensor-parallel rank (sequence parallelism divides these too)."""
+    boundary_bytes: int
+    """What the layer hands to the next: moved by Slice-Gather and between stages, kept by recompute."""
+    transient_bytes: int = 0
+    """Largest working set of backward on top of what is saved (gradients of maps, logits); divided by TP."""
+    tensor_parallel: TensorParallel | None = None
+    """None: the layer cannot be split; under TP each rank computes it whole."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """All that one sample saves for backward on a single device."""
+        return self.split_activation_bytes + self.replicated_activation_bytes
+
+    def allows_tensor_parallel(self, degree: int) -> bool:
+        """Whether the degree divides the heads (a layer that cannot be split is computed whole, so any degree goes)."""
+        return self.tensor_parallel is None or all(count % degree == 0 for count in self.tensor_parallel.divides)
+
+    def allows_sequence_parallel(self, degree: int) -> bool:
+        """Whether the layer has sequences to divide, and the degree divides their lengths."""
+        lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
+        return bool(lengths) and all(length % degree == 0 for length in lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: its layers in order, and how it is trained."""
+
+    name: str
+    family: str
+    """Architecture family ("bert", "t5" …), the adapter that will run it; "custom" for a user's own layers."""
+    layers: tuple[LayerSpec, ...]
+    training: Training
+    config: Mapping[str, Any] | None = field(default=None, compare=False)
+    """The Hugging Face configuration that builds it, as JSON; None for a model described by figures alone. No part of
+    what the planner sees, so neither of comparisons nor of the digest."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidInput(f"model {self.name!r}: it has no layers; a model needs at least one")
+        kinds: dict[str, LayerSpec] = {}
+        for layer in self.layers:
+            if kinds.setdefault(layer.name, layer) != layer:
+                raise InvalidInput(f"model {self.name!r}: two different layers are both named {layer.name!r}")
+
+    def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
+        """Whether a strategy can run a kind of layer.
+
+        TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
+        split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
+        over those ranks as well, so a layer that shares one is split or has no TP.
+        """
+        degree = strategy.degree(Kind.TP)
+        if degree > 1 and kind.tensor_parallel is None and (kind.name in self._sharing or not self.splittable):
+            return False
+        return kind.allows_tensor_parallel(degree) and (
+            not strategy.sequence_parallel or kind.allows_sequence_parallel(degree)
+        )
+
+    @cached_property
+    def splittable(self) -> bool:
+        """Whether TP can split any of its layers."""
+        return any(kind.tensor_parallel is not None for kind in self.kinds)
+
+    @cached_property
+    def _sharing(self) -> frozenset[str]:
+        """Kinds that share a tied weight: those tied to an earlier layer, and the first layer, which owns it."""
+        users = {kind.name for kind in self.kinds if kind.tied_parameters}
+        return frozenset({*users, self.layers[0].name} if users else ())
+
+    @cached_property
+    def parameters(self) -> int:
+        """Trainable parameters, tied ones counted once."""
+        return sum(layer.parameters - layer.tied_parameters for layer in self.layers)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """What one sample saves for backward over all layers."""
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    @cached_property
+    def forward_flops(self) -> int:
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @cached_property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The distinct layers, in order of first appearance."""
+        return tuple({layer.name: layer for layer in self.layers}.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies layers and training, whatever file or preset they came from."""
+        facts = {
+            "family": self.family,
+            "kinds": [asdict(kind) for kind in self.kinds],
+            "order": [layer.name for layer in self.layers],
+            "training": asdict(self.training),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""A strategy: how one layer is spread over the devices of its stage, and what form its activations then have.
+
+Knows nothing of models, links or costs. Paper Section 3.2: a path through a decision tree, outermost level first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, lru_cache
+from itertools import takewhile
+
+from galvatron.core.errors import InvalidInput
+
+__all__ = [
+    "Axis",
+    "Digit",
+    "Form",
+    "Kind",
+    "Layout",
+    "Strategy",
+    "by_digits",
+    "compatible",
+    "gathered_digits",
+    "lines_up",
+    "prime_factors",
+]
+
+
+class Kind(StrEnum):
+    """A basic parallelism inside a stage (paper Section 3.1)."""
+
+    DP = "dp"
+    """Data parallelism: samples divided, parameters replicated."""
+    SDP = "sdp"
+    """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
+    TP = "tp"
+    """Tensor parallelism (Megatron): weights and inner activations divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One level of a decision tree: a kind and its degree."""
+
+    kind: Kind
+    degree: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Digit:
+    """One prime factor of a rank's number inside its stage: ``rank // stride % radix``.
+
+    When the stage size is a power of two the digits are the bits of the rank.
+    """
+
+    stride: int
+    radix: int
+
+    @property
+    def block(self) -> int:
+        """Ranks that one full turn of this digit covers."""
+        return self.stride * self.radix
+
+
+Layout = frozenset[Digit]
+"""The digits that divide something: the batch of a layer, or the sequence of its activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the activations between two layers are divided: nothing happens between layers with the same form."""
+
+    rows: Layout
+    """The digits that divide the batch."""
+    sequence: Layout = frozenset()
+    """The digits that divide each sample along its sequence; none without sequence parallelism."""
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts all of it is divided."""
+        return math.prod(digit.radix for digit in self.rows) * math.prod(digit.radix for digit in self.sequence)
+
+
+_AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
+_TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>(?:\+zero2)?(?:\+sp)?(?:\+rc)?)")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Axes from outermost (far apart devices) to innermost (neighbours), plus flags."""
+
+    axes: tuple[Axis, ...] = ()
+    recompute: bool = False
+    """Keep only the layer's input and run its forward again in backward."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: what TP would replicate is divided along the sequence."""
+    zero2: bool = False
+    """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(axis.degree for axis in self.axes)
+
+    def degree(self, kind: Kind) -> int:
+        return next((axis.degree for axis in self.axes if axis.kind is kind), 1)
+
+    @cached_property
+    def data_degree(self) -> int:
+        """Into how many parts the batch is divided."""
+        return self.degree(Kind.DP) * self.degree(Kind.SDP)
+
+    def digits(self, *kinds: Kind) -> Layout:
+        """The digits of the rank that the axes of these kinds own."""
+        return _owned_digits(self.axes, kinds)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The digits that divide the batch."""
+        return self.digits(Kind.DP, Kind.SDP)
+
+    @cached_property
+    def sharding_digits(self) -> Layout:
+        """The digits over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2."""
+        return self.digits(Kind.DP if self.zero2 else Kind.SDP)
+
+    @cached_property
+    def form(self) -> Form:
+        """Of the activations that the layer takes and gives."""
+        return Form(self.layout, self.digits(Kind.TP) if self.sequence_parallel else frozenset())
+
+    def __str__(self) -> str:
+        axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"
+        flags = (("+zero2", self.zero2), ("+sp", self.sequence_parallel), ("+rc", self.recompute))
+        return axes + "".join(text for text, on in flags if on)
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The inverse of ``str``: ``"dp2-tp4+rc"``."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise InvalidInput(
+                f"{text!r} is not a strategy; write axes outermost first with flags, such as 'dp2-tp4', "
+                "'sdp8+rc', 'tp8+sp' or 'single'"
+            )
+        axes = []
+        for part in match["axes"].split("-") if match["axes"] else []:
+            name = "".join(takewhile(str.isalpha, part))
+            axes.append(Axis(Kind(name), int(part[len(name) :])))
+        flags = match["flags"].split("+")[1:]
+        strategy = cls(tuple(axes), "rc" in flags, "sp" in flags, "zero2" in flags)
+        strategy.check()
+        return strategy
+
+    def check(self) -> None:
+        """Reject what no decision tree holds: a kind twice, a degree below two, a flag without its axis."""
+        kinds = [axis.kind for axis in self.axes]
+        if len(set(kinds)) != len(kinds) or any(axis.degree < 2 for axis in self.axes):
+            raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
+        if self.sequence_parallel and Kind.TP not in kinds:
+            raise InvalidInput(f"strategy {str(self)!r}: sequence parallelism (+sp) needs a tp axis")
+        if self.zero2 and (Kind.DP not in kinds or Kind.SDP in kinds):
+            raise InvalidInput(f"strategy {str(self)!r}: ZeRO-2 (+zero2) needs a dp axis and no sdp axis")
+
+
+@lru_cache(maxsize=65536)
+def _owned_digits(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Layout:
+    owned: set[Digit] = set()
+    stride = math.prod(axis.degree for axis in axes)
+    for axis in axes:
+        for prime in prime_factors(axis.degree):
+            stride //= prime
+            if axis.kind in kinds:
+                owned.add(Digit(stride, prime))
+    return frozenset(owned)
+
+
+@lru_cache(maxsize=1024)
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Prime factors, largest first, so that the outermost digit of 12 devices is the 3 and the rest are bits."""
+    factors: list[int] = []
+    prime = 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+    return tuple(reversed(factors))
+
+
+def compatible(first: Digit, second: Digit) -> bool:
+    """Whether both digits can belong to one way of writing the rank (always true for powers of two)."""
+    return first == second or second.stride % first.block == 0 or first.stride % second.block == 0
+
+
+def gathered_digits(source: Layout, target: Layout, rows: int) -> Layout:
+    """The digits an all-gather must span to turn a batch of so many rows laid out as ``source`` into ``target``.
+
+    Slice-Gather (paper Section 4): slice the digits in target∖source, which is free, then all-gather those in
+    source∖target. Where that cannot go digit by digit, all of the source is gathered first.
+    """
+    return source - target if by_digits(source, target, rows) else source
+
+
+def by_digits(source: Layout, target: Layout, rows: int) -> bool:
+    """Whether rows go from one layout to the other digit by digit: the two write ranks in one mixed radix, and there
+    are rows enough to divide by the digits of both."""
+    return lines_up(source, target) and rows % math.prod(digit.radix for digit in source | target) == 0
+
+
+def lines_up(source: Layout, target: Layout) -> bool:
+    """Whether two layouts can be written in one mixed radix, so that slicing and gathering go digit by digit."""
+    if all(digit.block & (digit.block - 1) == 0 for digit in source | target):
+        return True  # bits of the rank
+    return all(compatible(a, b) for a in source for b in target)

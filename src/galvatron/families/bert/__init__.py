@@ -1,0 +1,1 @@
+"""BERT: its facts for the planner, its adapter for the runtime."""

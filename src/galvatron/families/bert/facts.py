@@ -1,0 +1,124 @@
+"""BERT (Hugging Face's ``BertForMaskedLM``): post-norm encoder, learned positions, masked-language-model head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from galvatron.core.spec.model import Attention, ModelSpec, Training
+from galvatron.families.facts.blocks import (
+    AttentionShape,
+    FeedForwardShape,
+    attention,
+    collectives,
+    dropout_active,
+    feed_forward,
+    language_head,
+    paper_block,
+    token_count,
+)
+from galvatron.families.facts.ops import ID_BYTES, Op, Split, activation, dropout, layer, layer_norm, linear, residual
+
+__all__ = ["Bert"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bert:
+    """Hyper-parameters; the defaults are Hugging Face's."""
+
+    hidden: int = 768
+    layers: int = 12
+    heads: int = 12
+    inner: int = 3072
+    vocabulary: int = 30522
+    positions: int = 512
+    token_types: int = 2
+    activation: str = "gelu"
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    tied: bool = True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "bert",
+            "architectures": ["BertForMaskedLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "type_vocab_size": self.token_types,
+            "hidden_act": self.activation,
+            "hidden_dropout_prob": self.hidden_dropout,
+            "attention_probs_dropout_prob": self.attention_dropout,
+            "tie_word_embeddings": self.tied,
+        }
+
+    def spec(self, name: str, training: Training) -> ModelSpec:
+        tokens = token_count(training, self.positions, model=name, learned_positions=True)
+        element = training.precision.bytes
+        boundary = tokens * self.hidden * element
+        drop = dropout(tokens * self.hidden, active=dropout_active(training, self.hidden_dropout), element=element)
+        norm = layer_norm(tokens, self.hidden, element=element)
+        tables = (self.positions + self.token_types) * self.hidden
+        words = self.vocabulary * self.hidden
+        embedding = layer(
+            "embedding",
+            (Op(parameters=words + tables, replicated_parameters=tables, replicated=tokens * ID_BYTES), norm, *drop),
+            boundary=boundary,
+            tensor_parallel=collectives(boundary, forward=1, backward=0),
+        )
+        attend = attention(
+            AttentionShape(
+                hidden=self.hidden,
+                heads=self.heads,
+                kv_heads=self.heads,
+                head_dim=self.hidden // self.heads,
+                queries=tokens,
+                keys=tokens,
+                span=tokens,
+                bias=True,
+                output_bias=True,
+                dropout=dropout_active(training, self.attention_dropout),
+            ),
+            training,
+        )
+        feed = feed_forward(
+            FeedForwardShape(
+                tokens=tokens, hidden=self.hidden, inner=self.inner, activation=self.activation, bias=True
+            ),
+            training,
+        )
+        # The paper's Table 1 shows a map of tokens² in each block on top (94.26 MiB): the mask its attention added.
+        mask = (Op(replicated=tokens**2 * element),) if training.attention is Attention.PAPER else ()
+        encoder = layer(
+            "encoder",
+            (*mask, *residual((*attend, *drop), boundary), norm, *residual((*feed, *drop), boundary), norm),
+            boundary=boundary,
+            tensor_parallel=collectives(
+                boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
+            ),
+        )
+        transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
+        act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True, split=False)
+        # Untied, Hugging Face has two biases over the vocabulary, the head's own and the projection's.
+        head = language_head(
+            (transform, act, norm, Op(parameters=0 if self.tied else self.vocabulary)),
+            training,
+            tokens=tokens,
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            bias=True,
+            tied=self.tied,
+            boundary=boundary,
+        )
+        return ModelSpec(
+            name=name,
+            family="bert",
+            layers=(embedding, *[paper_block(encoder, training)] * self.layers, head),
+            training=replace(training, sequence_length=tokens),
+            config=self.config,
+        )

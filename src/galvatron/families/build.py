@@ -1,0 +1,131 @@
+"""Stock models without weights: parameters on the meta device, buffers right and on the CPU.
+
+A model of any size is built in seconds and takes no memory; its weights come layer by layer from
+``galvatron.families.weights``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, PreTrainedConfig
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention, Training
+
+__all__ = ["build_meta", "read_config", "stock_class", "without_weights"]
+
+
+def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A copy whose parameters have shapes only (of ``dtype``, if given); those that are shared stay shared."""
+    empty = {
+        id(own): nn.Parameter(torch.empty_like(own, device="meta", dtype=dtype), requires_grad=own.requires_grad)
+        for own in model.parameters()
+    }
+    return copy.deepcopy(model, empty)
+
+
+_HEADS = {
+    "bert": "BertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "swin": "SwinForImageClassification",
+    "t5": "T5ForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+}
+"""The class with the pre-training head, by model type."""
+
+
+def build_meta(
+    config: Mapping[str, Any] | PreTrainedConfig, training: Training, *, as_named: bool = False
+) -> nn.Module:
+    """The stock model of a configuration (the content of a ``config.json``), trained that way, without weights.
+
+    A known family has its pre-training head, unless it is to be the class that ``architectures`` names.
+    """
+    config = copy.deepcopy(config) if isinstance(config, PreTrainedConfig) else read_config(config)
+    if training.dropout is False:
+        _zero_dropout(config)
+    config.use_cache = False
+    attention = "sdpa" if training.attention is Attention.FUSED else "eager"
+    stock: Any = stock_class(config, as_named=as_named)
+    if attention == "sdpa" and not stock._supports_sdpa:
+        raise InvalidInput(f"{stock.__name__}: has no fused attention in transformers; train with attention 'eager'")
+    # Constructors draw random numbers for some parameters, which nobody will see.
+    with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
+        model: nn.Module = stock._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    _parameters_to_meta(model)
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise InvalidInput(
+            f"{stock.__name__}: its buffer {lost[0]} gets its value only with the weights; build the model with them"
+        )
+    return model
+
+
+def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
+    """The content of a ``config.json`` with transformers' defaults for what it leaves out."""
+    kind = content.get("model_type")
+    if kind is None:
+        raise InvalidInput("the model's configuration has no field model_type; expected one such as 'bert'")
+    try:
+        empty = AutoConfig.for_model(kind)
+    except ValueError:
+        raise InvalidInput(
+            f"model_type is {kind!r}, which transformers {transformers.__version__} does not know"
+        ) from None
+    config: PreTrainedConfig = type(empty).from_dict(dict(content))
+    return config
+
+
+def stock_class(config: PreTrainedConfig, *, as_named: bool = False) -> type[nn.Module]:
+    """The class that :func:`build_meta` builds."""
+    named = config.architectures[0] if config.architectures else None
+    name = named if as_named and named else _HEADS.get(config.model_type, named)
+    if name is None:
+        raise InvalidInput(
+            f"model_type is {config.model_type!r}, a family without an adapter, and the configuration's field "
+            "architectures is empty; expected it to name the class to train, such as ['MistralForCausalLM']"
+        )
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise InvalidInput(
+            f"architectures names {name!r}; expected a model class of transformers {transformers.__version__}"
+        )
+    stock: type[nn.Module] = found
+    return stock
+
+
+def _zero_dropout(config: PreTrainedConfig) -> None:
+    for field, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _zero_dropout(value)
+        elif "drop" in field and isinstance(value, float):
+            setattr(config, field, 0.0)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Uninitialised tensors, the raw material of torch's own layers, take no memory; all others are computed."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def _parameters_to_meta(model: nn.Module) -> None:
+    """The remaining parameters (made from ones or zeros) too; shared ones stay shared."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.is_meta:
+                if parameter not in moved:
+                    moved[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                setattr(module, name, moved[parameter])

@@ -1,0 +1,189 @@
+"""Models of your own: a TOML file that lists layers with their figures.
+
+    name = "my-model"
+
+    [[layers]]
+    name = "block"
+    count = 24
+    parameters = 12_600_000
+    forward_flops = 13.4e9
+    activation_bytes = "64MiB"
+    boundary_bytes = "2MiB"
+    tensor_parallel = { heads = 16, sequence_length = 512 }
+
+Figures are for one sample in fp32; bf16 halves the sizes. Only layers with a ``sequence_length``, the tokens of their
+activations, can be sequence-parallel. How attention is computed and whether there is dropout is in
+the figures already. ``galvatron.families`` imports this module, and with it pydantic, only when such a file is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.model import LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.units import parse_bytes
+
+__all__ = ["read_custom"]
+
+_LARGEST = 2**60
+_REPLICATED_BOUNDARIES = 4
+"""Of a Transformer block's saved tensors, those the size of its boundary that tensor parallelism leaves whole: its
+input, the inputs and outputs of its norms. Used where a file does not say how its activations split."""
+
+
+def _size(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("a size such as 1048576 or '64MiB'")
+    try:
+        size = parse_bytes(value)
+    except InvalidInput:
+        raise ValueError("a size such as 1048576 or '64MiB', finite and not negative") from None
+    if size > _LARGEST:
+        raise ValueError(f"a size of at most {_LARGEST} bytes")
+    return size
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"a whole number from 0 to {_LARGEST}")
+    if value != int(value):
+        raise ValueError("a whole number")
+    return int(value)
+
+
+_Size = Annotated[int, BeforeValidator(_size)]
+_Count = Annotated[int, BeforeValidator(_count)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _TensorParallelEntry(_Strict):
+    heads: Annotated[int, Field(ge=1)] | None = None
+    kv_heads: Annotated[int, Field(ge=1)] | None = None
+    forward_collectives: Annotated[int, Field(ge=0, le=100)] = 2
+    backward_collectives: Annotated[int, Field(ge=0, le=100)] = 2
+    message_bytes: _Size | None = None
+    sequence_length: Annotated[int, Field(ge=1)] | None = None
+
+
+class _LayerEntry(_Strict):
+    name: Annotated[str, Field(min_length=1)]
+    count: Annotated[int, Field(ge=1, le=10_000)] = 1
+    parameters: _Count
+    tied_parameters: _Count = 0
+    replicated_parameters: _Count = 0
+    forward_flops: _Count
+    activation_bytes: _Size | None = None
+    split_activation_bytes: _Size | None = None
+    replicated_activation_bytes: _Size | None = None
+    boundary_bytes: _Size
+    transient_bytes: _Size = 0
+    tensor_parallel: _TensorParallelEntry | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _LayerEntry:
+        parts = (self.split_activation_bytes, self.replicated_activation_bytes)
+        if (self.activation_bytes is None) == (parts == (None, None)):
+            raise ValueError(
+                "either activation_bytes, or split_activation_bytes and replicated_activation_bytes, and not both"
+            )
+        for field, value in (("tied", self.tied_parameters), ("replicated", self.replicated_parameters)):
+            if value > self.parameters:
+                raise ValueError(f"{field}_parameters ({value}) of at most parameters ({self.parameters})")
+        return self
+
+    def spec(self, precision: Precision) -> LayerSpec:
+        def scaled(size: int) -> int:
+            return -(-size * precision.bytes // Precision.FP32.bytes)
+
+        if self.activation_bytes is None:
+            split, replicated = self.split_activation_bytes or 0, self.replicated_activation_bytes or 0
+        else:
+            replicated = min(self.activation_bytes, _REPLICATED_BOUNDARIES * self.boundary_bytes)
+            split = self.activation_bytes - replicated
+        parameters, parallel = self.replicated_parameters, None
+        if self.tensor_parallel is None:
+            parameters, split, replicated = self.parameters, 0, split + replicated
+        else:
+            message, length = self.tensor_parallel.message_bytes, self.tensor_parallel.sequence_length
+            parallel = TensorParallel(
+                divides=tuple(count for count in (self.tensor_parallel.heads, self.tensor_parallel.kv_heads) if count),
+                forward_collectives=self.tensor_parallel.forward_collectives,
+                backward_collectives=self.tensor_parallel.backward_collectives,
+                message_bytes=scaled(self.boundary_bytes if message is None else message),
+                sequence_divides=() if length is None else (length,),
+            )
+        return LayerSpec(
+            name=self.name,
+            parameters=self.parameters,
+            tied_parameters=self.tied_parameters,
+            replicated_parameters=parameters,
+            forward_flops=self.forward_flops,
+            split_activation_bytes=scaled(split),
+            replicated_activation_bytes=scaled(replicated),
+            boundary_bytes=scaled(self.boundary_bytes),
+            transient_bytes=scaled(self.transient_bytes),
+            tensor_parallel=parallel,
+        )
+
+
+class _ModelEntry(_Strict):
+    name: Annotated[str, Field(min_length=1)]
+    layers: Annotated[list[_LayerEntry], Field(min_length=1)]
+
+
+def read_custom(path: Path, training: Training) -> ModelSpec:
+    """Read a model file."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInput(f"{path}: no such file; expected a model in TOML") from None
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); expected a model in TOML") from None
+    except ValueError as error:  # bad UTF-8 and bad TOML alike
+        raise InvalidInput(f"{path}: is not TOML ({error})") from None
+    try:
+        entry = _ModelEntry.model_validate(content)
+    except ValidationError as error:
+        raise InvalidInput("\n".join(_explain(path, problem) for problem in error.errors())) from None
+    if training.sequence_length is not None:
+        raise InvalidInput(
+            f"{path}: sequence length {training.sequence_length} was given, but this model's figures are for the one "
+            "sample size its author measured; leave it out"
+        )
+    layers = [layer.spec(training.precision) for layer in entry.layers]
+    counts = [layer.count for layer in entry.layers]
+    return ModelSpec(
+        name=entry.name,
+        family="custom",
+        layers=tuple(spec for spec, count in zip(layers, counts, strict=True) for _ in range(count)),
+        training=training,
+    )
+
+
+def _explain(path: Path, problem: ErrorDetails) -> str:
+    """One pydantic error in our words: file, field, value, what is expected."""
+    where = ""
+    for part in problem["loc"]:
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
+    where = where or "file"
+    if problem["type"] == "missing":
+        return f"{path}: {where} is missing; it is required"
+    if problem["type"] == "extra_forbidden":
+        known = [*_ModelEntry.model_fields, *_LayerEntry.model_fields, *_TensorParallelEntry.model_fields]
+        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        return f"{path}: {where} is not a known field; {hint}"
+    expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if isinstance(problem["input"], dict):
+        return f"{path}: {where} has an error; expected {expected}"
+    return f"{path}: {where} is {problem['input']!r}; expected {expected}"

@@ -1,0 +1,1 @@
+"""What the facts of families are counted with: operations, and blocks made of them. No torch."""

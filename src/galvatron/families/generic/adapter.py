@@ -1,0 +1,261 @@
+"""A model of no known family: its repeated blocks as layers, and all before and after them as two more.
+
+Works for any model, of Hugging Face or not, with one list of equal blocks that run in order, each taking what the one
+before returned: ``embedding``, ``block`` × N, ``head``. Runs the stock model's own forward, in parts (see ``shell``),
+so nothing has to be known about it; what does not fit is found by a trial run at once, and named. No tensor
+parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.adapters import count_targets, masked_labels, next_tokens, random_tokens, sides
+from galvatron.families.generic.own_loss import refuse_balance_loss, shifts_labels
+from galvatron.families.generic.shell import Call, Held, Shell, Stop
+from galvatron.families.generic.trial import Anatomy, find_blocks
+from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
+
+__all__ = ["Generic", "Loss"]
+
+Loss = Callable[[Any, Batch], Tensor]
+"""From the model's output and the batch to the loss summed over the targets."""
+
+_LENGTH = 512
+"""Tokens of a sample if neither user nor configuration says."""
+_TRIAL = (2, 8)
+"""Samples and tokens of the trial run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    batch: Batch
+    dtype: torch.dtype
+    calls: tuple[Call, ...]
+    """How each block is called; the hidden state in it is not meant."""
+
+
+class _Around(Layer):
+    """All before or after the blocks."""
+
+    def __init__(self, kind: str, anatomy: Anatomy, model: nn.Module, units: tuple[str, ...]) -> None:
+        super().__init__(kind, anatomy.modules(units))
+        self.names = anatomy.inputs
+        # Not a module of this layer: torch must not see the whole model in it.
+        self.part = _Part(anatomy, model, units)
+        self.train(model.training)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names
+
+    def detached(self) -> Layer:
+        return self  # its part of the stock forward calls these very modules, which no other layer has
+
+    def drawing_modules(self) -> Iterator[nn.Module]:
+        return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
+
+    def stock_name(self, name: str) -> str:
+        attribute, _, _ = name.partition(".")
+        held = isinstance(getattr(self, attribute), Held)
+        return self._stock_names[attribute] if held else super().stock_name(name)
+
+
+class _Embedding(_Around):
+    def __init__(self, anatomy: Anatomy, model: nn.Module) -> None:
+        super().__init__("embedding", anatomy, model, anatomy.before)
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        return (self.part.before(context, training=self.training),)
+
+
+class _Block(Layer):
+    block: nn.Module
+
+    def __init__(self, anatomy: Anatomy, index: int, block: nn.Module) -> None:
+        super().__init__("block", {"block": (f"{anatomy.blocks}.{index}", block)})
+        self.names, self.index, self.slot = anatomy.inputs, index, anatomy.slot
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        call = context.calls[self.index]
+        args, kwargs = replace_hidden(call, self.slot, activations[0])
+        made = self.block(*args, **kwargs)
+        return (made if isinstance(made, Tensor) else made[0],)
+
+
+class _Head(_Around):
+    def __init__(self, anatomy: Anatomy, model: nn.Module, shifted: bool, loss: Loss | None) -> None:
+        super().__init__("head", anatomy, model, anatomy.after)
+        self.shifted, self.custom = shifted, loss
+        self.loss = CrossEntropy()
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names | {"labels"}
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        output = self.part.after(activations[0], context, training=self.training)
+        if self.custom is not None:
+            return (self.custom(output, context.batch),)
+        labels = context.batch["labels"]
+        return (self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels),)
+
+
+class _Part:
+    """The stock forward up to the blocks or from them on, with the real modules of that part."""
+
+    def __init__(self, anatomy: Anatomy, model: nn.Module, real: tuple[str, ...]) -> None:
+        self._anatomy = anatomy
+        self._shell = Shell(model, anatomy.blocks, anatomy.units, real)
+
+    def modules(self) -> Iterator[nn.Module]:
+        model: nn.Module = self._shell.model
+        return model.modules()
+
+    def before(self, context: _Context, *, training: bool) -> Tensor:
+        found: list[Tensor] = []
+
+        def capture(call: Call) -> Any:
+            found.append(self._anatomy.hidden(call))
+            raise Stop
+
+        self._shell.on_block = capture
+        self._shell.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        return found[0]
+
+    def after(self, hidden: Tensor, context: _Context, *, training: bool) -> Any:
+        self._shell.on_block = lambda call: self._anatomy.wrap(hidden)
+        return self._shell.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+
+
+class Generic(CutModel):
+    """``batch``: an example, needed unless it is a Hugging Face model of tokens or images. ``loss``: in place of the
+    cross-entropy of the logits against ``labels``, shifted where the model's own loss shifts them."""
+
+    def __init__(self, model: Any, batch: Batch | None = None, loss: Loss | None = None) -> None:
+        super().__init__(model)
+        name = type(model).__name__
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise InvalidInput(
+                f"{name}: has an encoder and a decoder, which the generic cut would not keep apart; it needs an adapter"
+            )
+        refuse_balance_loss(model)
+        self._sample = batch
+        trial = self.example(_TRIAL[0], _TRIAL[1] if self._tokens else None, torch.Generator().manual_seed(0))
+        self._dtypes = {key: own.dtype for key, own in trial.items()}
+        self.anatomy = find_blocks(model, trial)
+        self._shifted = _shifts(model, self.anatomy, trial, loss)
+        self._shell = Shell(model, self.anatomy.blocks, self.anatomy.units)
+        blocks = model.get_submodule(self.anatomy.blocks)
+        self.layers = (
+            _Embedding(self.anatomy, model),
+            *(_Block(self.anatomy, index, block) for index, block in enumerate(blocks)),
+            _Head(self.anatomy, model, self._shifted, loss),
+        )
+        self.ties = _shared(self.layers)
+        self.required = frozenset(trial) | {"labels"}
+
+    def context(self, batch: Batch, dtype: torch.dtype) -> _Context:
+        inputs = self.anatomy.pick(batch)
+        if not inputs:
+            return _Context(batch, dtype, ())
+        calls: list[Call] = []
+        last = self.anatomy.count - 1
+
+        def record(call: Call) -> Any:
+            calls.append(call)
+            if call.block == last:
+                raise Stop
+            return self.anatomy.wrap(self.anatomy.hidden(call))
+
+        self._shell.on_block = record
+        with torch.no_grad():
+            self._shell.run(inputs, dtype, training=False)
+        return _Context(batch, dtype, tuple(calls))
+
+    def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        batch = {key: torch.zeros((1, *samples[key]), dtype=own) for key, own in self._dtypes.items() if key in samples}
+        context = self.context(batch, torch.float32)
+        return (tuple(self.anatomy.hidden(context.calls[0]).shape[1:]),)
+
+    def targets(self, batch: Batch) -> int:
+        labels = batch["labels"]
+        return count_targets(labels[..., 1:] if self._shifted else labels)
+
+    @property
+    def _tokens(self) -> bool:
+        return self._sample is None and getattr(self.model, "main_input_name", None) == "input_ids"
+
+    def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+        if self._sample is not None:
+            count = len(next(iter(self._sample.values())))
+            chosen = torch.randint(count, (rows,), generator=generator, device=generator.device)
+            return {key: own[chosen.to(own.device)].to(generator.device) for key, own in self._sample.items()}
+        config: Any = getattr(self.model, "config", None)
+        if self._tokens:
+            return self._text(config.get_text_config(), rows, sequence_length, generator)
+        if getattr(self.model, "main_input_name", None) == "pixel_values":
+            size = (rows, config.num_channels, *sides(config.image_size))
+            labels = torch.randint(config.num_labels, (rows,), generator=generator, device=generator.device)
+            return {"pixel_values": torch.randn(size, generator=generator, device=generator.device), "labels": labels}
+        raise InvalidInput(
+            f"{type(self.model).__name__}: what goes into it is not known; "
+            "give an example batch with its inputs and labels"
+        )
+
+    def _text(self, config: Any, rows: int, length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+        name = type(self.model).__name__
+        length = length or min(_LENGTH, getattr(config, "max_position_embeddings", _LENGTH))
+        ids = random_tokens(rows, length, config.vocab_size, generator)
+        if "MaskedLM" in name:
+            return {"input_ids": ids, "labels": masked_labels(ids, generator)}
+        if "Classification" in name:
+            shape = ids.shape if "Token" in name else ids.shape[:1]
+            return {"input_ids": ids, "labels": torch.randint(config.num_labels, shape, generator=generator)}
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: Loss | None) -> bool:
+    try:
+        return shifts_labels(model, anatomy, trial)
+    except InvalidInput:
+        if loss is None:
+            raise
+        return False  # the user's loss is what counts, over all labels
+
+
+def replace_hidden(call: Call, slot: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another hidden state."""
+    if isinstance(slot, str):
+        return call.args, {**call.kwargs, slot: hidden}
+    return (hidden, *call.args[1:]), call.kwargs
+
+
+def logits_of(output: Any) -> Tensor:
+    """The scores in what a model returns."""
+    if isinstance(output, Tensor):
+        return output
+    found = output["logits"] if isinstance(output, Mapping) and "logits" in output else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise InvalidInput(
+            f"the model returns a {type(output).__name__} without logits; give a loss function of your own"
+        )
+    return found
+
+
+def _shared(layers: tuple[Layer, ...]) -> tuple[Tie, ...]:
+    uses: dict[nn.Parameter, list[Use]] = {}
+    for index, layer in enumerate(layers):
+        for name, own in layer.named_parameters():
+            uses.setdefault(own, []).append(Use(index, name))
+    return tuple(Tie(tuple(places)) for places in uses.values() if len(places) > 1)

@@ -1,0 +1,201 @@
+"""A trial run of an unknown model: which list are its blocks, what runs before and after, and whether it can be cut."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.generic.shell import Call, Shell, Unit, find_units, has_nan
+from galvatron.families.layer import Batch
+
+__all__ = ["Anatomy", "find_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """What a trial run found out about a model."""
+
+    blocks: str
+    """Name of the list of blocks."""
+    count: int
+    slot: int | str
+    """Where a block takes the hidden state: its first argument, or a keyword."""
+    extra: tuple[Any, ...] | None
+    """What a block returns after the hidden state; None: it returns that alone."""
+    units: tuple[Unit, ...]
+    before: tuple[str, ...]
+    """Names of the units that run before the blocks."""
+    after: tuple[str, ...]
+    inputs: frozenset[str]
+    """What the model's forward takes, apart from labels."""
+
+    def modules(self, names: tuple[str, ...]) -> dict[str, tuple[str, nn.Module]]:
+        """These units in the form that a layer takes."""
+        found = {unit.name: unit.module for unit in self.units}
+        return {name.replace(".", "_"): (name, found[name]) for name in names}
+
+    def pick(self, batch: Batch) -> dict[str, Tensor]:
+        """The inputs in a batch."""
+        return {name: own for name, own in batch.items() if name in self.inputs}
+
+    def hidden(self, call: Call) -> Any:
+        """The hidden state that a block was called with."""
+        return call.kwargs[self.slot] if isinstance(self.slot, str) else call.args[self.slot]
+
+    def wrap(self, hidden: Tensor) -> Any:
+        """What a block returns if this is its hidden state."""
+        return hidden if self.extra is None else (hidden, *self.extra)
+
+
+class _Unfit(Exception):
+    """Why a list is not the model's blocks."""
+
+
+def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
+    """The longest list of equal modules that runs as a chain."""
+    taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
+    dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
+    inputs = {key: own for key, own in batch.items() if key in taken}
+    reasons = []
+    for name, blocks in _candidates(model):
+        try:
+            return _examine(model, name, blocks, inputs, dtype, taken)
+        except _Unfit as reason:
+            reasons.append(f"{name} ({reason})")
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            reasons.append(f"{name} (the trial run failed: {str(error).partition(chr(10))[0]})")
+    kind = type(model).__name__
+    if not reasons:
+        raise InvalidInput(f"{kind}: has no nn.ModuleList of equal blocks, which the generic cut needs")
+    raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
+
+
+def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Lists of equal modules, the longest first; lists within lists are parts of blocks and come last."""
+    lists = {
+        name: own
+        for name, own in model.named_modules()
+        if isinstance(own, nn.ModuleList) and len({type(block) for block in own}) == 1
+    }
+    nested = {name for name in lists if any(name.startswith(f"{other}.") for other in lists)}
+    found = [(name, own) for name, own in lists.items() if len(own) > 1 or name not in nested]
+    return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))
+
+
+def _examine(
+    model: nn.Module,
+    name: str,
+    blocks: nn.ModuleList,
+    inputs: dict[str, Tensor],
+    dtype: torch.dtype,
+    taken: frozenset[str],
+) -> Anatomy:
+    units = find_units(model, name)
+    shell = Shell(model, name, units)
+    shell.note_uses = True
+    returned: list[Tensor] = []
+    sample: list[Tensor] = []
+    extra: tuple[Any, ...] | None = None
+
+    def chain(call: Call) -> Any:
+        nonlocal extra
+        if not returned:
+            made = _result_of_block(shell, call, blocks)
+            sample.append(made if isinstance(made, Tensor) else made[0])
+            if not isinstance(made, Tensor):
+                extra = tuple(None if isinstance(own, Tensor) else own for own in made[1:])
+        returned.append(torch.zeros(sample[0].shape, dtype=sample[0].dtype))
+        return returned[-1] if extra is None else (returned[-1], *extra)
+
+    shell.on_block = chain
+    shell.watched = frozenset(unit.name for unit in units)
+    with torch.no_grad():
+        shell.run(inputs, dtype, training=model.training)
+    calls = shell.log.calls
+    if [call.block for call in calls] != list(range(len(blocks))):
+        raise _Unfit("its modules do not run once each in order")
+    slot = _slot(calls, returned)
+    if shell.log.outside:
+        raise _Unfit(f"a weight of {shell.log.outside[0]} is used outside of it")
+    before, after = _phases(shell, len(blocks))
+    anatomy = Anatomy(name, len(blocks), slot, extra, units, _in_order(units, before), _in_order(units, after), taken)
+    _check_arguments(anatomy, Shell(model, name, units), inputs, dtype)
+    _check_after(anatomy, Shell(model, name, units), inputs, dtype)
+    return anatomy
+
+
+def _result_of_block(shell: Shell, call: Call, blocks: nn.ModuleList) -> Any:
+    """What the first block returns; where it cannot run without values (experts look at them), with weights of zero."""
+    try:
+        return shell.shapes_of_block(call)
+    except (RuntimeError, NotImplementedError):
+        block = copy.deepcopy(blocks[0])
+        block = block.to_empty(device="cpu") if any(own.is_meta for own in block.parameters()) else block.cpu()
+        for own in block.parameters():
+            nn.init.zeros_(own)
+        return block(*call.args, **call.kwargs)
+
+
+def _slot(calls: list[Call], returned: list[Tensor]) -> int | str:
+    """Where blocks take the hidden state: each must get the very tensor that the one before returned."""
+    found: set[int | str] = set()
+    for call, received in zip(calls[1:], returned, strict=False):
+        places = [index for index, own in enumerate(call.args) if own is received]
+        found |= {*places[:1], *(key for key, own in call.kwargs.items() if own is received)}
+    if len(calls) == 1:
+        found = {0} if calls[0].args else {key for key, own in calls[0].kwargs.items() if key == "hidden_states"}
+    slots = [slot for slot in found if slot == 0 or isinstance(slot, str)]
+    if len(slots) != 1:
+        raise _Unfit("a block does not take what the one before it returned")
+    return slots[0]
+
+
+def _phases(shell: Shell, count: int) -> tuple[set[str], set[str]]:
+    before = {name for name, called in shell.log.used if called == 0}
+    after = {name for name, called in shell.log.used if called == count}
+    between = {name for name, called in shell.log.used if 0 < called < count}
+    if between:
+        raise _Unfit(f"{sorted(between)[0]} runs between its modules")
+    if before & after:
+        raise _Unfit(f"{sorted(before & after)[0]} runs both before and after its modules")
+    return before, after
+
+
+def _in_order(units: tuple[Unit, ...], names: set[str]) -> tuple[str, ...]:
+    return tuple(unit.name for unit in units if unit.name in names)
+
+
+def _check_arguments(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """What blocks get besides the hidden state must not depend on weights: each stage makes it for itself."""
+    shell.on_block = lambda call: anatomy.wrap(anatomy.hidden(call))
+    with torch.no_grad():
+        shell.run(inputs, dtype, training=False)
+    for call in shell.log.calls:
+        for place, own in (*enumerate(call.args), *call.kwargs.items()):
+            if place != anatomy.slot and has_nan(own):
+                raise _Unfit(
+                    f"argument {place!r} of its modules is computed with weights, as in encoder-decoder models"
+                )
+
+
+def _check_after(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """What comes after the blocks must use nothing of what came before but the hidden state."""
+    shell.watched = frozenset(anatomy.after)
+    shell.on_block = lambda call: anatomy.wrap(torch.zeros_like(anatomy.hidden(call)))
+    with torch.no_grad():
+        output = shell.run(inputs, dtype, training=False)
+    if has_nan(list(_tensors(output))):
+        raise _Unfit("what follows uses more of what precedes than the hidden state")
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    leaves = tree_flatten(dict(output) if hasattr(output, "keys") else output)[0]
+    return (own for own in leaves if isinstance(own, Tensor))

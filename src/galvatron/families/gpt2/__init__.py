@@ -1,0 +1,1 @@
+"""GPT-2: its facts for the planner, its adapter for the runtime."""

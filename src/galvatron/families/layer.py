@@ -1,0 +1,133 @@
+"""The contract between a family of models and the runtime: a stock model cut into layers.
+
+A family's adapter (``galvatron.models.families``) cuts a stock Hugging Face model into :class:`Layer` modules in the
+order and with the kinds of the planner's :class:`galvatron.core.spec.ModelSpec`. Knows nothing of ranks or strategies.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from galvatron.families.rules import Rule
+
+__all__ = ["IGNORED", "Activations", "Batch", "CrossEntropy", "CutModel", "Layer", "Tie", "Use"]
+
+Activations = tuple[Tensor, ...]
+"""What travels from layer to layer, rows (samples) first in each tensor. Empty before the first layer."""
+Batch = Mapping[str, Tensor]
+"""Inputs and labels by Hugging Face's names, rows first in each tensor."""
+
+IGNORED = -100
+"""The label of positions that do not count."""
+
+
+class CrossEntropy(nn.Module):
+    """Sum over the targets of the negative log-probability, in fp32; ignored targets add nothing."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return functional.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class Layer(nn.Module, ABC):
+    """One layer of a cut model: stock modules under attribute names, and how to call them.
+
+    The last layer returns one scalar: the loss *summed* over the targets of its rows.
+    """
+
+    def __init__(self, kind: str, modules: Mapping[str, tuple[str, nn.Module]], rules: tuple[Rule, ...] = ()) -> None:
+        """``modules``: attribute name to (its name in the stock model, the stock module)."""
+        super().__init__()
+        self.kind = kind
+        """Name of the layer in the planner's model ("encoder", "head" …)."""
+        self.rules = rules
+        """How tensor parallelism splits it; empty: each tensor-parallel rank computes it whole."""
+        self._stock_names = {attribute: name for attribute, (name, _) in modules.items()}
+        for attribute, (_, module) in modules.items():
+            self.add_module(attribute, module)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Tensors of the batch that the layer's forward reads, itself or through the context."""
+        return frozenset()
+
+    @abstractmethod
+    def forward(self, activations: Activations, context: Any) -> Activations:
+        """Run on some rows; ``context`` is what :meth:`CutModel.context` made of the same rows of the batch."""
+
+    def detached(self) -> Layer:
+        """The layer with modules of its own, to be split and filled: stock models share some between layers."""
+        return copy.deepcopy(self)
+
+    def drawing_modules(self) -> Iterator[nn.Module]:
+        """All modules that its forward runs: some may draw random numbers."""
+        return self.modules()
+
+    def stock_name(self, name: str) -> str:
+        """The stock model's name of a parameter or buffer: ``"block.output.dense.weight"`` to ``"bert.encoder…"``."""
+        attribute, _, rest = name.partition(".")
+        stock = self._stock_names[attribute]
+        return f"{stock}.{rest}" if stock else rest
+
+    def stock_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """(name in the layer, name in the stock model, parameter), in order."""
+        for name, parameter in self.named_parameters():
+            yield name, self.stock_name(name), parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A parameter of a layer."""
+
+    layer: int
+    name: str
+    """Its name in the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A weight that several layers use. The first use owns it: its stock name is the one in checkpoints."""
+
+    uses: tuple[Use, ...]
+    small: bool = False
+    """Small enough to be whole on each rank (a table of position biases); else split along its first dim."""
+
+
+class CutModel(ABC):
+    """A stock model cut into layers."""
+
+    layers: tuple[Layer, ...]
+    ties: tuple[Tie, ...] = ()
+    required: frozenset[str] = frozenset({"labels"})
+    """Names that every batch must have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        """The stock model the layers were taken from; knows how its weights are initialised."""
+
+    @abstractmethod
+    def context(self, batch: Batch, dtype: torch.dtype) -> Any:
+        """What the layers of a stage share for some rows (masks, positions), made once for each micro-batch.
+
+        ``batch`` holds at least the inputs of the layers that will read the context; ``dtype`` is that of activations.
+        """
+
+    @abstractmethod
+    def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Shapes, for one sample, of the activations that enter a layer; ``samples``: those of the batch's tensors."""
+
+    @abstractmethod
+    def targets(self, batch: Batch) -> int:
+        """How many targets the whole batch has; the loss is divided by it."""
+
+    @abstractmethod
+    def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+        """A random batch to train on: every input and label the model needs, for so many samples."""

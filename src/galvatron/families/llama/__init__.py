@@ -1,0 +1,1 @@
+"""Llama: its facts for the planner, its adapter for the runtime."""

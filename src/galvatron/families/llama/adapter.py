@@ -1,0 +1,125 @@
+"""Llama (``LlamaForCausalLM``): embedding, decoders with rotary positions and grouped key/value heads, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron.families.adapters import (
+    causal_mask,
+    count_targets,
+    next_tokens,
+    random_tokens,
+    shape_of,
+    stock_children,
+)
+from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
+from galvatron.families.rules import Columns, Loss, Region, Rows, Vocabulary
+
+__all__ = ["Llama"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    batch: Batch
+    mask: Tensor | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine for each position; the same for all decoders."""
+
+
+class _Embedding(Layer):
+    embed_tokens: nn.Module
+
+    def __init__(self, model: Any) -> None:
+        modules = stock_children("model", model.model, "embed_tokens")
+        super().__init__("embedding", modules, (Vocabulary("embed_tokens"),))
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset({"input_ids"})
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        return (self.embed_tokens(context.batch["input_ids"]),)
+
+
+class _Decoder(Layer):
+    block: nn.Module
+
+    def __init__(self, model: Any, index: int) -> None:
+        rules = (
+            Region("block.self_attn"),
+            Columns("block.self_attn.q_proj"),
+            Columns("block.self_attn.k_proj"),
+            Columns("block.self_attn.v_proj"),
+            Rows("block.self_attn.o_proj"),
+            Region("block.mlp", ("x",)),
+            Columns("block.mlp.gate_proj"),
+            Columns("block.mlp.up_proj"),
+            Rows("block.mlp.down_proj"),
+        )
+        super().__init__("decoder", {"block": (f"model.layers.{index}", model.model.layers[index])}, rules)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset({"input_ids", "attention_mask", "position_ids"})
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        (hidden,) = activations
+        return (self.block(hidden, attention_mask=context.mask, position_embeddings=context.rotation),)
+
+
+class _Head(Layer):
+    norm: nn.Module
+    lm_head: nn.Module
+
+    def __init__(self, model: Any) -> None:
+        modules = {"norm": ("model.norm", model.model.norm), "lm_head": ("lm_head", model.lm_head)}
+        super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), Loss("loss")))
+        self.loss = CrossEntropy()
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset({"labels"})
+
+    def forward(self, activations: Activations, context: _Context) -> Activations:
+        (hidden,) = activations
+        return (self.loss(self.lm_head(self.norm(hidden)), next_tokens(context.batch["labels"])),)
+
+
+class Llama(CutModel):
+    """Batches have ``input_ids`` and ``labels`` (the same tokens; the model shifts them), maybe masks or positions."""
+
+    required = frozenset({"input_ids", "labels"})
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.config = model.config
+        self.rotary = model.model.rotary_emb
+        decoders = [_Decoder(model, index) for index in range(len(model.model.layers))]
+        self.layers = (_Embedding(model), *decoders, _Head(model))
+        if model.lm_head.weight is model.model.embed_tokens.weight:
+            self.ties = (Tie((Use(0, "embed_tokens.weight"), Use(len(self.layers) - 1, "lm_head.weight"))),)
+
+    def context(self, batch: Batch, dtype: torch.dtype) -> _Context:
+        ids, positions = batch.get("input_ids"), batch.get("position_ids")
+        if ids is None:  # a stage with the head alone
+            return _Context(batch)
+        mask = causal_mask(self.config, ids, dtype, batch.get("attention_mask"), positions)
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        return _Context(batch, mask, self.rotary(shape_of(ids, dtype), position_ids=positions))
+
+    def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        return ((samples["input_ids"][0], self.config.hidden_size),)
+
+    def targets(self, batch: Batch) -> int:
+        return count_targets(batch["labels"][..., 1:])
+
+    def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+        length = sequence_length or self.config.max_position_embeddings
+        ids = random_tokens(rows, length, self.config.vocab_size, generator)
+        return {"input_ids": ids, "labels": ids.clone()}

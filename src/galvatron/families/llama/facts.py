@@ -1,0 +1,137 @@
+"""Llama (``LlamaForCausalLM``): pre-norm causal decoder with RMS norms, rotary positions and a gated feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from galvatron.core.spec.model import ModelSpec, Training
+from galvatron.families.facts.blocks import (
+    AttentionShape,
+    FeedForwardShape,
+    RmsNorm,
+    attention,
+    collectives,
+    dropout_active,
+    feed_forward,
+    language_head,
+    rms_norm,
+    token_count,
+)
+from galvatron.families.facts.ops import ID_BYTES, Op, layer, residual
+
+__all__ = ["Llama"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama:
+    """Hyper-parameters; the defaults are Hugging Face's."""
+
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int | None = None
+    """Key/value heads, shared by groups of query heads; None: one for each."""
+    head_dim: int | None = None
+    """None: hidden size / heads."""
+    inner: int = 11008
+    vocabulary: int = 32000
+    positions: int = 2048
+    """Trained length; rotary positions set no hard limit."""
+    rope_theta: float = 10000.0
+    """Longest wavelength of the rotary positions, over 2π."""
+    norm_epsilon: float = 1e-6
+    activation: str = "silu"
+    attention_bias: bool = False
+    feed_forward_bias: bool = False
+    attention_dropout: float = 0.0
+    tied: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's configuration."""
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_epsilon,
+            "hidden_act": self.activation,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.feed_forward_bias,
+            "attention_dropout": self.attention_dropout,
+            "tie_word_embeddings": self.tied,
+        }
+
+    def spec(self, name: str, training: Training) -> ModelSpec:
+        tokens = token_count(training, self.positions, model=name, learned_positions=False)
+        element = training.precision.bytes
+        boundary = tokens * self.hidden * element
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        norm = rms_norm(tokens, self.hidden, RmsNorm.LLAMA, element=element)
+        words = self.vocabulary * self.hidden
+        embedding = layer(
+            "embedding",
+            (Op(parameters=words, replicated=tokens * ID_BYTES),),
+            boundary=boundary,
+            tensor_parallel=collectives(boundary, forward=1, backward=0),
+        )
+        attend = attention(
+            AttentionShape(
+                hidden=self.hidden,
+                heads=self.heads,
+                kv_heads=kv_heads,
+                head_dim=self.hidden // self.heads if self.head_dim is None else self.head_dim,
+                queries=tokens,
+                keys=tokens,
+                span=tokens,
+                bias=self.attention_bias,
+                output_bias=self.attention_bias,
+                causal=True,
+                dropout=dropout_active(training, self.attention_dropout),
+                fp32_softmax=True,
+            ),
+            training,
+        )
+        feed = feed_forward(
+            FeedForwardShape(
+                tokens=tokens,
+                hidden=self.hidden,
+                inner=self.inner,
+                activation=self.activation,
+                bias=self.feed_forward_bias,
+                gated=True,
+            ),
+            training,
+        )
+        divides = (self.heads,) if kv_heads == self.heads else (self.heads, kv_heads)
+        decoder = layer(
+            "decoder",
+            (*residual((norm, *attend), boundary), *residual((norm, *feed), boundary)),
+            boundary=boundary,
+            tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
+        )
+        head = language_head(
+            (norm,),
+            training,
+            tokens=tokens,
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            bias=False,
+            tied=self.tied,
+            boundary=boundary,
+        )
+        return ModelSpec(
+            name=name,
+            family="llama",
+            layers=(embedding, *[decoder] * self.layers, head),
+            training=replace(training, sequence_length=tokens),
+            config=self.config,
+        )

@@ -1,0 +1,155 @@
+"""Weights from a folder as Hugging Face saves it: safetensors, one file or several with an index.
+
+Only headers are read at first, to check that every parameter is there in its shape; then each layer's tensors when they
+are asked for. Names are translated as ``from_pretrained`` does: older names of a family, a base model without its head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import CutModel
+from galvatron.families.weights import Parameter, parameters_of
+
+__all__ = ["SavedWeights", "saved_names"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHOWN = 5
+"""Names listed in an error before "and … more"."""
+
+
+class SavedWeights:
+    """Weights of a cut model from a checkpoint folder."""
+
+    def __init__(self, cut_model: CutModel, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._layers = parameters_of(cut_model)
+        self._places: dict[str, tuple[Path, str]] = {}
+        """File and name in it, by stock name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        rename = _renaming(cut_model.model)
+        for path in _files(self._folder):
+            for saved, shape in _header(path).items():
+                name = rename(saved)
+                self._places[name] = path, saved
+                shapes[name] = shape
+        self._check(cut_model, shapes)
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        by_file: dict[Path, list[tuple[str, str]]] = {}
+        for own in self._layers[index]:
+            path, saved = self._places[self._alias(own)]
+            by_file.setdefault(path, []).append((own.name, saved))
+        tensors: dict[str, Tensor] = {}
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(saved).to(torch.float32) for name, saved in names}
+        return tensors
+
+    def _alias(self, parameter: Parameter) -> str:
+        return next((alias for alias in parameter.aliases if alias in self._places), parameter.aliases[0])
+
+    def _check(self, cut_model: CutModel, shapes: dict[str, tuple[int, ...]]) -> None:
+        kind = type(cut_model.model).__name__
+        missing: dict[str, None] = {}
+        for own in (own for layer in self._layers for own in layer):
+            name = self._alias(own)
+            if name not in shapes:
+                missing[name] = None
+            elif shapes[name] != tuple(own.shape):
+                raise InvalidInput(
+                    f"{self._folder}: {name} has shape {list(shapes[name])}; expected {list(own.shape)} for this "
+                    f"{kind}; use the configuration that was saved with the weights"
+                )
+        if missing:
+            total = {own.aliases[0] for layer in self._layers for own in layer}
+            names = ", ".join([*list(missing)[:_SHOWN], *(["…"] if len(missing) > _SHOWN else [])])
+            prefix = f"{getattr(cut_model.model, 'base_model_prefix', '')}."
+            if all(not name.startswith(prefix) for name in missing) and len(missing) < len(total):
+                hint = "it seems to hold the base model without this head; save the model with its head"
+            else:
+                hint = "is it a checkpoint of another model, or of fewer layers?"
+            raise InvalidInput(
+                f"{self._folder}: {len(missing)} of {len(total)} parameters of {kind} are missing ({names}); {hint}"
+            )
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidInput(f"{index}: is not an index of safetensors files ({error!r})") from None
+        lost = [name for name in names if not (folder / name).is_file()]
+        if lost:
+            raise InvalidInput(f"{folder}: file {lost[0]} is missing, which {_INDEX} names; copy the folder anew")
+        return [folder / name for name in names]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if not folder.is_dir():
+        raise InvalidInput(f"{folder}: no such folder; expected one with {_SINGLE} or {_INDEX}")
+    raise InvalidInput(
+        f"{folder}: has neither {_SINGLE} nor {_INDEX}; expected a folder written by save_pretrained "
+        "(weights in another format: load them with from_pretrained and save again)"
+    )
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path}: cannot be read as safetensors ({error}); copy the file anew") from None
+
+
+def _renaming(model: nn.Module) -> Any:
+    """From a name in a checkpoint to the stock model's, as ``from_pretrained`` does it."""
+    if not isinstance(model, PreTrainedModel):
+        return lambda saved: saved
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    merging = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    names = dict.fromkeys((name for name, _ in model.named_parameters(remove_duplicate=False)), True)
+    prefix = model.base_model_prefix
+
+    def rename(saved: str) -> str:
+        name, converter = rename_source_key(saved, renamings, merging, prefix, names)
+        if name not in names:  # the name of today, which an old rule happens to match
+            name, converter = rename_source_key(saved, [], [], prefix, names)
+        if converter is not None:
+            raise InvalidInput(
+                f"{saved} is saved in another form than {type(model).__name__} computes with; load the model with "
+                "from_pretrained and hand it over in memory"
+            )
+        return str(name)
+
+    return rename
+
+
+def saved_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """From the stock model's names to those that ``save_pretrained`` writes, which for some families are older ones."""
+    if not isinstance(model, PreTrainedModel):
+        return {name: name for name in names}
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(entry, WeightConverter) for entry in conversions):  # ``from_pretrained`` takes today's names too
+        return {name: name for name in names}
+    marked = {name: torch.tensor(number) for number, name in enumerate(names)}
+    return {names[int(mark)]: str(saved) for saved, mark in revert_weight_conversion(model, marked).items()}

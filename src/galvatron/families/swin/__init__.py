@@ -1,0 +1,1 @@
+"""Swin: its facts for the planner, its adapter for the runtime."""

@@ -1,0 +1,1 @@
+"""ViT: its facts for the planner, its adapter for the runtime."""

@@ -1,0 +1,1 @@
+"""What ranks measure of a cluster: links and devices."""

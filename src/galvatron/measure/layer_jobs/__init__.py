@@ -1,0 +1,1 @@
+"""What ranks measure of a model's layers."""

@@ -1,0 +1,53 @@
+"""What the ranks do when a model's layers are profiled. No torch until they do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from galvatron.core.spec import ModelSpec
+from galvatron.measure.layer_jobs.probes import LayerFindings, LayerProbe, Way
+
+if TYPE_CHECKING:
+    from galvatron.processes.crew import Crew
+
+__all__ = ["LayerJob"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerJob:
+    """Measure these layers."""
+
+    model: ModelSpec
+    probes: tuple[LayerProbe, ...]
+    devices: int
+    """Processes that measure at once: as many as will share the cores."""
+    rounds: int
+    block_s: float = 0.03
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return tuple(dict.fromkeys(probe.way for probe in self.probes))
+
+    def prepare(self) -> None:
+        from galvatron.measure.layer_jobs import runs  # noqa: F401
+
+    def measure(self, crew: Crew) -> LayerFindings:
+        from galvatron.measure.cluster_jobs.compute import device_name
+        from galvatron.measure.layer_jobs.runs import Bench
+        from galvatron.measure.rehearsal.alone import alone_as
+        from galvatron.measure.timing import Rounds, measure_in_turns
+
+        # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
+        with alone_as(0, max(way.ranks for way in self.ways)):
+            bench = Bench(self.model, crew)
+            largest_first = sorted(self.probes, key=lambda probe: -probe.samples)
+            probes = {probe: bench.probe(probe.way, probe.samples) for probe in largest_first}
+            blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), crew)
+            whole = [way for way in self.ways if not (way.sharded or way.recompute)]
+            memory = {way: bench.memory(way, self._samples(way)) for way in whole} if crew.rank == 0 else {}
+            crew.meet()
+        return LayerFindings(device=device_name(crew), blocks=blocks, memory=memory)
+
+    def _samples(self, way: Way) -> list[int]:
+        return [probe.samples for probe in self.probes if probe.way == way]

@@ -1,0 +1,122 @@
+"""What is measured of a model's layers: the ways they are split, and with how many samples. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galvatron.core.spec import Cluster, LayerSpec, ModelSpec
+from galvatron.measure.figures import Block
+
+__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Way", "probes_of", "ways_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A kind of layer, split in one way."""
+
+    layer: str
+    index: int
+    """Of a layer of that kind in the model."""
+    tp: int
+    sequence_parallel: bool
+    sharded: bool = False
+    """With its parameters divided over two ranks, to see what dividing them takes besides the messages."""
+    recompute: bool = False
+    """With its forward run again in backward, to see what that takes besides."""
+
+    @property
+    def strategy(self) -> str:
+        axes = ["sdp2"] * self.sharded + [f"tp{self.tp}"] * (self.tp > 1)
+        return ("-".join(axes) or "single") + "+sp" * self.sequence_parallel + "+rc" * self.recompute
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * (2 if self.sharded else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProbe:
+    """So many samples through a layer, forward and backward."""
+
+    way: Way
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBytes:
+    """Memory of a layer for so many samples."""
+
+    samples: int
+    saved: int
+    """More after forward than before."""
+    transient: int
+    """Most that backward had on top."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFindings:
+    """All that was measured; the two parts of a block are forward and backward."""
+
+    device: str
+    blocks: dict[LayerProbe, list[Block]]
+    memory: dict[Way, list[LayerBytes]]
+
+
+_MOST = 8
+"""Samples of a layer that is not split."""
+_LONGEST_S = 2.0
+"""Of one forward and backward."""
+_MEMORY_SHARE = 0.25
+"""Of a device's memory, for the inputs of a layer and what it saves of them."""
+
+
+def ways_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, ...]:
+    """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
+    first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
+    other = [
+        Way(
+            layer=kind.name,
+            index=first[kind.name],
+            tp=1,
+            sequence_parallel=False,
+            sharded=sharded,
+            recompute=not sharded,
+        )
+        for kind in model.kinds
+        for sharded in (True, False)
+        if not sharded or (devices > 1 and kind.parameters)
+    ]
+    split = [
+        Way(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
+        for kind in model.kinds
+        for degree in degrees
+        if degree == 1 or (kind.tensor_parallel is not None and kind.allows_tensor_parallel(degree))
+        for sequence in (False, True)
+        if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
+    ]
+    return (*split, *other)
+
+
+def probes_of(model: ModelSpec, cluster: Cluster, ways: Sequence[Way]) -> tuple[LayerProbe, ...]:
+    """Each way with one sample and with more, as far as time and memory go.
+
+    A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
+    more of a batch, too.
+    """
+    kinds = {kind.name: kind for kind in model.kinds}
+    probes = []
+    for way in ways:
+        most = _most(kinds[way.layer], way, model, cluster)
+        counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
+        probes += [LayerProbe(way=way, samples=count) for count in counts]
+    return tuple(probes)
+
+
+def _most(kind: LayerSpec, way: Way, model: ModelSpec, cluster: Cluster) -> int:
+    """At least two, so that there is a line."""
+    parts = way.tp if kind.tensor_parallel is not None else 1
+    one_s = 3 * kind.forward_flops / parts / cluster.device.flops_per_s(model.training.precision)
+    one_bytes = kind.split_activation_bytes / parts + kind.replicated_activation_bytes + kind.boundary_bytes
+    room = _MEMORY_SHARE * cluster.device.memory_bytes
+    return max(2, int(min(_MOST * way.tp, _LONGEST_S / max(one_s, 1e-9), room / max(one_bytes, 1))))

@@ -1,0 +1,176 @@
+"""Single layers, as the runtime runs them on one rank: built by its own parts, timed and weighed.
+
+A layer is a stage of its own here, in a world where the other ranks of its TP group do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import ModelSpec, Precision, Strategy
+from galvatron.families.build import build_meta
+from galvatron.families.layer import Activations
+from galvatron.families.registry import cut
+from galvatron.measure.layer_jobs.probes import LayerBytes, Way
+from galvatron.measure.rehearsal.memory import meter_for
+from galvatron.measure.rehearsal.weights import CheapWeights
+from galvatron.measure.timing import Probe, seconds_of
+from galvatron.planner.cost import Schedule
+from galvatron.processes.crew import Crew
+from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.runtime.batches import MicroBatch, Reader
+from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
+from galvatron.runtime.layout.rows import Placements
+
+__all__ = ["Bench"]
+
+_SPREAD = 0.02
+_CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
+"""Larger than what a device keeps near its arithmetic."""
+
+
+class Bench:
+    """Runs layers of one model on this rank's device."""
+
+    def __init__(self, model: ModelSpec, crew: Crew) -> None:
+        if model.config is None:
+            raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
+        self._model, self._crew = model, crew
+        stock = build_meta(model.config, model.training, as_named=model.family == "generic")
+        self._cut = cut(stock)
+        self._weights = CheapWeights(self._cut)
+        narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
+        self._settings = Settings(device=crew.device, dtype=narrow, master_dtype=torch.float32, seed=0)
+        self._assemblies: dict[Way, Assembly] = {}
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._elsewhere = torch.zeros(_CACHE_BYTES[crew.device.type] // 4, device=crew.device)
+
+    def probe(self, way: Way, samples: int) -> Probe:
+        run = self._run(way, samples)
+        clock = self._crew.compute_clock
+        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
+
+    def memory(self, way: Way, samples: Sequence[int]) -> list[LayerBytes]:
+        """For the smallest and the largest number of samples: what is between them is what the samples take."""
+        return [self._weigh(way, count) for count in (min(samples), max(samples))]
+
+    def _weigh(self, way: Way, samples: int) -> LayerBytes:
+        run = _Run(self, way, samples)
+        run.forward()
+        run.backward()  # so that gradients have their place
+        meter = meter_for(self._crew.device)
+        with meter:
+            with meter.phase("forward"):
+                run.forward()
+            with meter.phase("backward"):
+                run.backward()
+        before, after = meter.phases["forward"], meter.phases["backward"]
+        # A layer keeps its input, which is older than the meter here; its output is the next one's.
+        saved = after.start - before.start + run.input_bytes - run.output_bytes
+        return LayerBytes(samples=samples, saved=saved, transient=after.peak - after.start)
+
+    def _run(self, way: Way, samples: int) -> Callable[[Callable[[], None]], None]:
+        run = _Run(self, way, samples)
+
+        def parts(mark: Callable[[], None]) -> None:
+            for work in (run.forward, run.backward):
+                self._forget()
+                mark()
+                work()
+                mark()
+
+        return parts
+
+    def _forget(self) -> None:
+        """Push weights and activations out of caches: in a model, other layers come between a layer's passes."""
+        self._elsewhere += 1
+
+    # What a run is made of
+
+    def assembly(self, way: Way) -> Assembly:
+        """One for all numbers of samples: its weights take memory."""
+        if way not in self._assemblies:
+            stage = self._stage(way)
+            rows = way.ranks // way.tp
+            placements = Placements([stage.strategies[0].layout], rows)
+            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, Schedule.GPIPE), self._settings.device)
+            self._assemblies[way] = assemble(
+                self._cut, stage, [stage], placements, pool, 0, self._weights, self._settings
+            )
+            for unit in self._assemblies[way].units:
+                unit.refresh()
+                unit.begin()
+        return self._assemblies[way]
+
+    def _stage(self, way: Way) -> StagePlan:
+        return StagePlan(ranks=tuple(range(way.ranks)), first=way.index, strategies=(Strategy.parse(way.strategy),))
+
+    def inputs(self, way: Way, samples: int) -> tuple[Activations, MicroBatch, int]:
+        """Random activations, the micro-batch they belong to, and how many targets that has."""
+        generator, layout = torch.Generator().manual_seed(0), self._stage(way).strategies[0].layout
+        rows = samples * (way.ranks // way.tp)
+        batch = self._cut.example(rows, self._model.training.sequence_length, generator)
+        needs = [self._cut.layers[way.index].inputs]
+        device, dtype = self._settings.device, self._settings.dtype
+        reader = Reader(self._cut, needs, Placements([layout], rows), 0, micro_batches=1, device=device, dtype=dtype)
+        local = reader.local(batch)
+        parts = way.tp if way.sequence_parallel else 1
+        shapes = self._cut.carried(way.index, local.shapes) if way.index else ()
+        tensors = tuple(
+            self._random(number, samples, (shape[0] // parts, *shape[1:])) for number, shape in enumerate(shapes)
+        )
+        return tensors, local.micro_batches[0], local.targets
+
+    def _random(self, number: int, samples: int, shape: tuple[int, ...]) -> Tensor:
+        """A layer's input of that number. It is only read, so all runs have it in one place; ask for the most samples
+        first."""
+        kept = self._kept.get((number, *shape))
+        if kept is None or len(kept) < samples:
+            kept = torch.empty((samples, *shape), dtype=self._settings.dtype, device=self._settings.device)
+            self._kept[number, *shape] = kept.normal_(std=_SPREAD)
+        return kept[:samples].detach().requires_grad_()
+
+    def is_last(self, way: Way) -> bool:
+        return way.index == len(self._cut.layers) - 1
+
+
+class _Run:
+    """One layer with the samples it is given again and again."""
+
+    def __init__(self, bench: Bench, way: Way, samples: int) -> None:
+        self._assembly = bench.assembly(way)
+        self._inputs, self._micro_batch, self._targets = bench.inputs(way, samples)
+        self._first, self._last = way.index == 0, bench.is_last(way)
+        self._outputs: Activations = ()
+        self.input_bytes = _bytes(self._inputs)
+        self.output_bytes = 0
+
+    def forward(self) -> None:
+        if self._first:
+            self._micro_batch.release()  # masks and positions are made once a micro-batch: in its first layer
+        self._outputs = self._assembly.stage(self._inputs, self._micro_batch, (0, 0))
+        self.output_bytes = _bytes(self._outputs)
+
+    def backward(self) -> None:
+        outputs, self._outputs = self._outputs, ()
+        for unit in self._assembly.units:
+            unit.expect_backward(last=False)
+        if self._last:
+            torch.autograd.backward(outputs[0] / self._targets)
+        else:
+            flowing = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(flowing, [_gradient(output) for output in flowing])
+        for tensor in self._inputs:
+            tensor.grad = None
+
+
+def _bytes(tensors: Activations) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _gradient(output: Tensor) -> Tensor:
+    return torch.full_like(output, 1e-3)

@@ -1,0 +1,189 @@
+"""``profile_model``: the layers of a model on this machine's devices, measured, as the planner's figures.
+
+Needs no torch in the caller's process.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.profiles import dump_profile
+from galvatron.core.spec import Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
+from galvatron.families import load_profile
+from galvatron.measure import cache
+from galvatron.measure.cache import provenance
+from galvatron.measure.figures import NOISY, Line, fit_line, quality_of, reading_of
+from galvatron.measure.layer_jobs.job import LayerJob
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Way, probes_of, ways_of
+from galvatron.planner.space import divisors
+from galvatron.processes.helper import measured, under_torchrun
+from galvatron.processes.job import Progress
+from galvatron.processes.virtual import virtual_devices
+
+__all__ = ["profile_model", "profile_of"]
+
+_LOG = logging.getLogger(__name__)
+_CLEARLY = 1.5
+"""Factor from which on times are held to differ."""
+_LEAST_S = 1e-9
+
+
+def profile_model(
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    tp_degrees: Sequence[int] | None = None,
+    fresh: bool = False,
+    rounds: int = 5,
+    progress: Progress | None = None,
+) -> ModelProfile:
+    """Measure each kind of layer of a model: forward and backward over several batch sizes and degrees of TP, what it
+    saves for backward, and what backward takes on top.
+
+    ``cluster``: the devices it is for, this machine's being of their kind; where they share cores or a GPU, as many
+    processes measure at once. ``tp_degrees``: None: all that the cluster allows. What was measured before under the
+    same circumstances is taken from the cache, unless it is to be ``fresh``.
+    """
+    if model.config is None:
+        raise InvalidInput(
+            f"model {model.name!r} is described by figures alone, so its layers cannot be run and measured; give a "
+            "preset or a Hugging Face configuration"
+        )
+    if rounds < 2:
+        raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
+    degrees = _degrees(cluster, tp_degrees)
+    job = LayerJob(
+        model=model,
+        probes=probes_of(model, cluster, ways_of(model, degrees, cluster.devices)),
+        devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
+        rounds=rounds,
+    )
+    key = cache.key_of(
+        model=model.digest, config=model.config, degrees=degrees, samples=[probe.samples for probe in job.probes],
+        devices=job.devices, rounds=rounds,
+    )  # fmt: skip
+    kept = cache.cached_file("model", key)
+    # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
+    if kept.exists() and not fresh and not under_torchrun():
+        return load_profile(kept)
+    findings = measured(job, progress)
+    assert isinstance(findings, LayerFindings)
+    profile = profile_of(model, findings)
+    cache.keep(kept, dump_profile(profile))
+    return profile
+
+
+def _degrees(cluster: Cluster, asked: Sequence[int] | None) -> list[int]:
+    possible = divisors(cluster.devices)
+    for degree in asked or ():
+        if degree not in possible:
+            raise InvalidInput(
+                f"tp-degrees: {degree} given; expected divisors of the {cluster.devices} devices of {cluster.name}: "
+                f"{', '.join(map(str, possible))}"
+            )
+    return sorted({1, *(possible if asked is None else asked)})
+
+
+def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
+    """The planner's figures from what was measured."""
+    parts = [{probe: reading_of(blocks, part) for probe, blocks in findings.blocks.items()} for part in (0, 1)]
+    quality = quality_of(
+        (reading for part in parts for reading in part.values()),
+        max(len(blocks) for blocks in findings.blocks.values()),
+    )
+    if quality.spread > NOISY:
+        _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
+    ways = dict.fromkeys(probe.way for probe in findings.blocks if probe.way == _plain(probe.way))
+    forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
+    return ModelProfile(
+        name=f"{model.name} on {findings.device}"[:100],
+        times=tuple(_time(way, forward, backward) for way in ways),
+        memory=tuple(_memory(way, weighed) for way, weighed in findings.memory.items()),
+        source=provenance(findings.device, quality),
+    )
+
+
+def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
+    measured = [
+        [(probe.samples, seconds) for probe, seconds in part.items() if probe.way == way]
+        for part in (forward, backward)
+    ]
+    (forward_line, forward_least_s), (backward_line, backward_least_s) = map(_line_and_least, measured)
+    lines = (forward_line, backward_line)
+    # A layer that does next to nothing for each sample still has a ratio of its passes.
+    slopes = [max(line.slope, line.fixed * 1e-3, _LEAST_S) for line in lines]
+    return LayerTime(
+        layer=way.layer,
+        forward_s=_rounded(slopes[0]),
+        backward_ratio=_rounded(min(max(slopes[1] / slopes[0], 0.01), 10_000)),
+        forward_fixed_s=_rounded(lines[0].fixed),
+        backward_fixed_s=_rounded(lines[1].fixed),
+        forward_least_s=_rounded(forward_least_s),
+        backward_least_s=_rounded(backward_least_s),
+        forward_sharded_s=_sharding_s(way, forward),
+        backward_sharded_s=_sharding_s(way, backward),
+        recompute_s=_recompute_s(way, forward, backward),
+        tp=way.tp,
+        sequence_parallel=way.sequence_parallel,
+    )
+
+
+def _line_and_least(points: Sequence[tuple[int, float]]) -> tuple[Line, float]:
+    """Where few samples take what starting their kernels does, however few they are, the line goes through the others
+    and that time is the least; else it goes through all."""
+    least_s = min(seconds for _, seconds in points)
+    longer = [(samples, seconds) for samples, seconds in points if seconds > _CLEARLY * least_s]
+    if len(longer) > 1:
+        line = fit_line(longer)
+        if least_s > _CLEARLY * line.at(min(samples for samples, _ in points)):
+            return line, least_s
+    return fit_line(points), 0.0
+
+
+def _plain(way: Way) -> Way:
+    return replace(way, sharded=False, recompute=False)
+
+
+def _sharding_s(way: Way, seconds: dict[LayerProbe, float]) -> float:
+    """What the layer takes more with its parameters sharded. Measured without TP, whose ranks have less to copy."""
+    return _typical(
+        seconds[probe] - seconds[replace(probe, way=_plain(probe.way))]
+        for probe in seconds
+        if probe.way.sharded and probe.way.layer == way.layer
+    )
+
+
+def _recompute_s(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> float:
+    """What both passes of a recomputed layer take more than a forward, a forward and a backward."""
+    pairs = [
+        (probe, replace(probe, way=_plain(probe.way)))
+        for probe in forward
+        if probe.way.recompute and probe.way.layer == way.layer
+    ]
+    return _typical(forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs)
+
+
+def _typical(differences: Iterable[float]) -> float:
+    known = list(differences)
+    return _rounded(max(statistics.median(known), 0.0)) if known else 0.0
+
+
+def _memory(way: Way, weighed: Sequence[LayerBytes]) -> LayerMemory:
+    few, many = weighed
+    more = many.samples - few.samples
+    return LayerMemory(
+        layer=way.layer,
+        activation_bytes=max(many.saved - few.saved, 0) // more,
+        transient_bytes=max(many.transient - few.transient, 0) // more,
+        tp=way.tp,
+        sequence_parallel=way.sequence_parallel,
+    )
+
+
+def _rounded(value: float) -> float:
+    """To four digits: what was measured is no better, and people read it."""
+    return float(f"{value:.4g}")

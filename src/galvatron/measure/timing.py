@@ -1,0 +1,128 @@
+"""Clocks, and timing in turns: several ways to run a thing, one after the other, round after round."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from galvatron.measure.figures import Block
+from galvatron.processes.cores import Moment, machine, shares
+from galvatron.processes.crew import Crew
+
+__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of"]
+
+Parts = Callable[[Callable[[], None]], object]
+"""Work in parts: it calls its argument after each of them."""
+
+
+def seconds_of(
+    calls: int,
+    parts: Parts,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    lead_in: bool = False,
+) -> tuple[float, ...]:
+    """Call ``parts`` so many times: the seconds of each part, all calls together; by this clock on the CPU.
+
+    ``lead_in``: with a call before them on a GPU that does not count, for work of several ranks: they meet in it, and
+    the host gets ahead of its device, as in training.
+    """
+    marks: list[list[float]] = []
+    if device.type != "cuda":
+        for _ in range(calls):
+            times = [clock()]
+            parts(lambda times=times: times.append(clock()))  # type: ignore[misc]
+            marks.append([after - before for before, after in pairwise(times)])
+        return tuple(map(sum, zip(*marks, strict=True)))
+    torch.cuda.synchronize(device)
+    if lead_in:
+        parts(lambda: None)
+    recorded = [_recorded(parts) for _ in range(calls)]
+    torch.cuda.synchronize(device)
+    marks = [[before.elapsed_time(after) / 1e3 for before, after in pairwise(run)] for run in recorded]
+    return tuple(map(sum, zip(*marks, strict=True)))
+
+
+def _recorded(parts: Parts) -> list[torch.cuda.Event]:
+    events: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        events.append(event)
+
+    mark()
+    parts(mark)
+    return events
+
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Something to be timed."""
+
+    run: Callable[[int], tuple[float, ...]]
+    """Does it so many times and says how many seconds each part took in all. No parts: this rank had none."""
+    by_wall_clock: bool = False
+    """Whether these seconds went by while other processes may have had the cores; else they are those of a device, or
+    of a processor working for us."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """How thoroughly to measure."""
+
+    count: int
+    block_s: float
+    """Least time of a block of calls."""
+    most_calls: int = 500
+
+
+def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, crew: Crew) -> dict[_Key, list[Block]]:
+    """For each probe its blocks: the same on every rank."""
+    steps = (rounds.count + 1) * len(probes)
+    calls: dict[_Key, int] = {}
+    for done, (key, probe) in enumerate(probes.items()):
+        crew.report(done, steps, "warming up")
+        crew.meet()
+        probe.run(1)
+        crew.meet()
+        slowest = max(sum(parts) for parts in crew.gather(probe.run(1)))
+        calls[key] = min(max(1, math.ceil(rounds.block_s / max(slowest, 1e-9))), rounds.most_calls)
+    found: dict[_Key, list[Block]] = {key: [] for key in probes}
+    machines = crew.gather(machine())
+    for number in range(rounds.count):
+        for place, (key, probe) in enumerate(probes.items()):
+            crew.report((number + 1) * len(probes) + place, steps, f"round {number + 1} of {rounds.count}")
+            found[key].append(_block(probe, calls[key], crew, machines))
+    crew.report(steps, steps, "done")
+    return found
+
+
+def _block(probe: Probe, calls: int, crew: Crew, machines: Sequence[str]) -> Block:
+    crew.meet()
+    before = Moment.now()
+    parts = probe.run(calls)
+    after = Moment.now()
+    everyone = crew.gather([parts, after.own_s - before.own_s])
+    here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[crew.rank]]
+    had = shares(before, after, sum(here))
+    disturbed, lost = map(statistics.fmean, zip(*crew.gather([had.disturbed, had.lost]), strict=True))
+    taking_part = [parts for parts, _ in everyone if parts]
+    if crew.device.type != "cpu":
+        return Block(tuple(part / calls for part in max(taking_part, key=sum)))
+    ours = 1 - lost if probe.by_wall_clock else 1.0
+    return Block(
+        tuple(statistics.fmean(part) / calls * ours for part in zip(*taking_part, strict=True)),
+        disturbed,
+    )

@@ -1,1 +1,0 @@
-"""Stock Hugging Face models cut into layers, and their weights. Imports torch; knows nothing of ranks."""

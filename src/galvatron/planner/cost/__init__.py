@@ -1,0 +1,26 @@
+"""What a layer, a layout change, a stage and an iteration cost: one file a formula family."""
+
+from galvatron.planner.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
+from galvatron.planner.cost.memory import STATE_BYTES
+from galvatron.planner.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
+from galvatron.planner.cost.pipeline import Pace, Schedule, in_flight, iteration_ns
+from galvatron.planner.cost.tied import Resplit
+
+__all__ = [
+    "CONVENTIONS",
+    "GALVATRON",
+    "NEVER",
+    "PAPER_SYSTEMS",
+    "STATE_BYTES",
+    "Conventions",
+    "CostModel",
+    "Integers",
+    "LayerCosts",
+    "Pace",
+    "Resplit",
+    "Schedule",
+    "StageCosts",
+    "Tables",
+    "in_flight",
+    "iteration_ns",
+]

@@ -1,0 +1,189 @@
+"""Layers and strategies as arrays, so that a whole table of costs is a few array expressions.
+
+Layer arrays have shape (T, 1), strategy arrays (S,): their products are (T, S) tables, one row a kind of layer. What a
+profile may have measured for each strategy is (T, S) from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.core.spec import Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.planner.cost.communication import Floats, GroupLinks
+
+__all__ = ["Bools", "Integers", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
+
+Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerArrays:
+    """The model's kinds of layer as columns; sizes for one sample."""
+
+    split_parameters: Floats
+    replicated_parameters: Floats
+    tied_parameters: Floats
+    lent_parameters: Floats
+    """Of the first layer: those that later layers are tied to."""
+    forward_s: Floats
+    """Of one sample, of the part that one device computes: already divided by TP."""
+    backward_s: Floats
+    forward_fixed_s: Floats
+    """However few the samples."""
+    backward_fixed_s: Floats
+    forward_least_s: Floats
+    """What samples and fixed part together take at least."""
+    backward_least_s: Floats
+    recompute_s: Floats
+    """Of recomputing, besides a second forward."""
+    split_activation_bytes: Floats
+    replicated_activation_bytes: Floats
+    input_bytes: Floats
+    boundary_bytes: Floats
+    transient_bytes: Floats
+    measured_activation_bytes: Floats
+    """On one device; not a number where it was not measured."""
+    measured_transient_bytes: Floats
+    splits: Floats
+    """1 where tensor parallelism divides the layer, 0 where each rank computes it whole."""
+    tp_forward_collectives: Floats
+    tp_backward_collectives: Floats
+    tp_message_bytes: Floats
+    before: Integers
+    """(T,) the kind of the layer before one of this kind; −1 where there is none."""
+    after: Integers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyArrays:
+    """The strategies of one stage size: degrees, flags, and the links of each axis' groups."""
+
+    data: Floats
+    dp: GroupLinks
+    sdp: GroupLinks
+    tp: GroupLinks
+    recompute: Bools
+    sequence_parallel: Bools
+    zero2: Bools
+
+
+def layer_arrays(
+    model: ModelSpec, cluster: Cluster, profile: ModelProfile | None, strategies: Sequence[Strategy]
+) -> LayerArrays:
+    kinds = model.kinds
+    feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
+    for before, after in zip(model.layers, model.layers[1:], strict=False):
+        feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
+    ways = [
+        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_digits))
+        for strategy in strategies
+    ]
+    measured = {
+        (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
+    }
+    table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
+    columns = np.moveaxis(table, 2, 0)
+    forward_s, backward_s, *fixed_and_least, recompute_s, activations, transients = columns
+    forward_fixed_s, backward_fixed_s, forward_least_s, backward_least_s = fixed_and_least
+    tensor = [kind.tensor_parallel for kind in kinds]
+
+    def column(values: Sequence[float]) -> Floats:
+        return np.array(values, dtype=np.float64)[:, None]
+
+    lent = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
+    whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
+    return LayerArrays(
+        split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
+        replicated_parameters=column(whole),
+        tied_parameters=column([kind.tied_parameters for kind in kinds]),
+        lent_parameters=column(lent),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_fixed_s=forward_fixed_s,
+        backward_fixed_s=backward_fixed_s,
+        forward_least_s=forward_least_s,
+        backward_least_s=backward_least_s,
+        recompute_s=recompute_s,
+        split_activation_bytes=column([kind.split_activation_bytes for kind in kinds]),
+        replicated_activation_bytes=column([kind.replicated_activation_bytes for kind in kinds]),
+        input_bytes=column([feeds[kind.name] for kind in kinds]),
+        boundary_bytes=column([kind.boundary_bytes for kind in kinds]),
+        transient_bytes=column([kind.transient_bytes for kind in kinds]),
+        measured_activation_bytes=activations,
+        measured_transient_bytes=transients,
+        splits=column([0 if tp is None else 1 for tp in tensor]),
+        tp_forward_collectives=column([0 if tp is None else tp.forward_collectives for tp in tensor]),
+        tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
+        tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
+        before=_neighbours(model, -1),
+        after=_neighbours(model, 1),
+    )
+
+
+def _neighbours(model: ModelSpec, step: int) -> Integers:
+    """Kinds beside each kind. The model's first and last layer have neighbours of their own; others are held to be
+    among their like, as most layers of a model are."""
+    numbers = {kind.name: number for number, kind in enumerate(model.kinds)}
+    kinds = [numbers[layer.name] for layer in model.layers]
+    found = np.arange(len(model.kinds))
+    for place in (0, len(kinds) - 1):
+        if kinds.count(kinds[place]) == 1:
+            found[kinds[place]] = kinds[place + step] if 0 <= place + step < len(kinds) else -1
+    return found
+
+
+def _measured(
+    kind: LayerSpec, way: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+) -> tuple[float, ...]:
+    """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
+
+    Where the profile knows a smaller degree only, what one sample takes is divided further.
+    """
+    tp, sequence_parallel, sharded = way
+    overhead_s = cluster.device.layer_overhead_s
+    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    if time:
+        forward_s, ratio = time.forward_s, time.backward_ratio
+    else:
+        forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
+    if kind.tensor_parallel is not None:
+        forward_s *= (time.tp if time else 1) / tp
+    fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
+    least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
+    more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
+    return (
+        forward_s,
+        forward_s * ratio,
+        (overhead_s if fixed[0] is None else fixed[0]) + more[0],
+        (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
+        least[0] + more[0],
+        least[1] + more[1],
+        time.recompute_s if time else 0.0,
+        memory.activation_bytes if memory else np.nan,
+        memory.transient_bytes if memory else np.nan,
+    )
+
+
+def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:
+    def groups(kind: Kind) -> GroupLinks:
+        return GroupLinks.of(
+            [strategy.degree(kind) for strategy in strategies],
+            [strategy.digits(kind) for strategy in strategies],
+            cluster,
+        )
+
+    return StrategyArrays(
+        data=np.array([strategy.data_degree for strategy in strategies], dtype=np.float64),
+        dp=groups(Kind.DP),
+        sdp=groups(Kind.SDP),
+        tp=groups(Kind.TP),
+        recompute=np.array([strategy.recompute for strategy in strategies]),
+        sequence_parallel=np.array([strategy.sequence_parallel for strategy in strategies]),
+        zero2=np.array([strategy.zero2 for strategy in strategies]),
+    )

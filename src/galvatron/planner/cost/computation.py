@@ -1,0 +1,54 @@
+"""Time of computation (docs/cost-model.md, "Computation").
+
+Paper Section 3.4: samples times the profiled time of one sample, backward twice forward, both divided by TP; beyond
+the paper a fixed overhead a layer and micro-batch, the time that starting kernels takes at least, recompute, and the
+optimizer step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from galvatron.core.spec import Device
+from galvatron.planner.cost.arrays import LayerArrays, StrategyArrays
+from galvatron.planner.cost.communication import Floats
+
+__all__ = ["backward_s", "forward_s", "lent_parameters", "local_parameters", "optimizer_s"]
+
+_ADAM_BYTES = 28
+"""Traffic of one Adam update in fp32: read parameter, gradient and two moments, write parameter and moments."""
+
+
+def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
+    """Forward of this many samples on each device."""
+    seconds: Floats = np.maximum(samples * layers.forward_s + layers.forward_fixed_s, layers.forward_least_s)
+    return seconds
+
+
+def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """Backward of this many samples, with the second forward where the layer is recomputed."""
+    seconds: Floats = np.maximum(samples * layers.backward_s + layers.backward_fixed_s, layers.backward_least_s)
+    return seconds + strategies.recompute * (forward_s(samples, layers) + layers.recompute_s)
+
+
+def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Parameters of a layer on one device before SDP or ZeRO-2 shards them.
+
+    ``tied_here``: the stage also holds the layer that tied weights belong to, so that they are counted there.
+    """
+    split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
+    parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
+    return parameters
+
+
+def lent_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Of those, the ones that later layers of the stage are tied to."""
+    lent: Floats = layers.lent_parameters * tied_here / np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    return lent
+
+
+def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device) -> Floats:
+    """One optimizer step over the parameters a device owns; memory-bound."""
+    owners = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
+    seconds: Floats = parameters / owners * _ADAM_BYTES / device.memory_bytes_per_s
+    return seconds

@@ -1,0 +1,144 @@
+"""Memory of a layer on one device (docs/cost-model.md, "Memory"; paper Section 3.4: "shape of a tensor and its type").
+
+A stage's peak is the sum over its layers of states and saved activations, plus the largest transient of any of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from galvatron.core.spec import Precision
+from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
+from galvatron.planner.cost.communication import Floats
+from galvatron.planner.cost.conventions import Conventions
+
+__all__ = [
+    "GRADIENT_BYTES",
+    "STATE_BYTES",
+    "activation_bytes",
+    "late_gradient_bytes",
+    "lent_bytes",
+    "state_bytes",
+    "transient_bytes",
+    "working_bytes",
+]
+
+STATE_BYTES = 16
+"""Of one parameter with Adam: fp32 value, gradient and two moments."""
+GRADIENT_BYTES = 4
+"""Gradients are reduced in fp32, whatever the working precision."""
+_EARLY_GRADIENT = 1 / 3
+"""Share of a layer's gradient that is there when its activations peak in backward: that of its last projection, 4h² of
+a block's 12h² parameters."""
+
+
+def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
+    """Parameters, gradients and optimizer states, as DP replicates, SDP and ZeRO-2 shard them.
+
+    ``parameters``: what a device holds before sharding. In bf16 a working copy stays beside the fp32 master unless SDP
+    gathers it when needed; ZeRO-2 keeps a whole working copy in either precision.
+    """
+    shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
+    keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
+    total: Floats = parameters * (STATE_BYTES / shards + keeps_copy * precision.bytes)
+    return total
+
+
+def late_gradient_bytes(
+    samples: Floats,
+    parameters: Floats,
+    micro_batches: Integers,
+    layers: LayerArrays,
+    strategies: StrategyArrays,
+    conventions: Conventions,
+) -> Floats:
+    """What states have too much where an iteration has one micro-batch: FSDP2 makes the place of a shard's gradient
+    when that is reduced, and then the layer's activations are gone."""
+    shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
+    late = (shards > 1) & (micro_batches == 1) & (conventions.gathered_copies > 0)
+    gradient = GRADIENT_BYTES * parameters / shards
+    total: Floats = np.where(late, np.minimum(gradient, activation_bytes(samples, layers, strategies)), 0.0)
+    return total
+
+
+def lent_bytes(lent: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
+    """Parameters that a layer lends to later ones of its stage (a tied head) stay gathered under SDP, from the first
+    use to the last. (ZeRO-2 keeps them gathered anyway.)"""
+    gathers = (strategies.sdp.size > 1) & (conventions.gathered_copies > 0)
+    total: Floats = gathers * precision.bytes * lent
+    return total
+
+
+def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed."""
+    sequence = np.where(strategies.sequence_parallel, strategies.tp.size, 1.0)
+    kept = np.where(strategies.recompute, layers.input_bytes / sequence, _full_activation_bytes(layers, strategies))
+    total: Floats = samples * kept
+    return total
+
+
+def transient_bytes(
+    samples: Floats,
+    parameters: Floats,
+    lent: Floats,
+    layers: LayerArrays,
+    strategies: StrategyArrays,
+    precision: Precision,
+    conventions: Conventions,
+) -> Floats:
+    """Alive only while the layer runs backward: gradients inside it, what recompute restored, and under SDP the
+    gathered parameters and whole gradients (under ZeRO-2 the gradient).
+
+    Beside the layer's own parameters those of the layer before it are gathered, which is next in backward (no more
+    than its own are counted, for that one may not be sharded). FSDP2 lets go of the buffer a layer's gradient is
+    reduced from when the next one reduces its own: there is such a buffer of the layer after it, whose activations are
+    gone. And there is the layer's own gradient: a part of it while activations are many, all of it when they are gone;
+    under ZeRO-2 the larger of the two counts. Lent weights have their copy already, and nothing is prefetched behind
+    them.
+    """
+    restored = strategies.recompute * _full_activation_bytes(layers, strategies)
+    work = samples * (working_bytes(layers, strategies, conventions) + restored)
+    sharded = strategies.sdp.size > 1
+    gathers = sharded & (conventions.gathered_copies > 0)
+    lent = np.where(gathers, lent, 0)
+    whole = (parameters - lent) * precision.bytes
+    growing = np.maximum(whole * _EARLY_GRADIENT, whole - work)
+    own = np.where(gathers, growing, 0) + lent * precision.bytes
+    ahead = np.where(lent > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
+    gathered = gathers * precision.bytes * (parameters - lent + (conventions.gathered_copies - 1) * ahead)
+    freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
+    buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
+    reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
+    kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
+    total: Floats = work + gathered + own + reduced + kept * precision.bytes
+    return total
+
+
+def _beside(values: Floats, neighbours: Integers) -> Floats:
+    """What the neighbours of each kind have of this, under the same strategy."""
+    there: Floats = np.where(neighbours[:, None] >= 0, values[..., neighbours, :], 0)
+    return there
+
+
+def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
+    """Gradients inside a layer's backward, for one sample: as measured, else by count.
+
+    Tensor parallelism divides them, but not those outside its split parts: a norm's backward holds up to three whole
+    boundary tensors, and gathering along the sequence two beside the parts.
+    """
+    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    divided: Floats = layers.transient_bytes / split
+    if not conventions.gathered_copies:  # the paper's figures are fitted without
+        return divided
+    message = layers.tp_message_bytes
+    outside = np.minimum(layers.transient_bytes, 3 * message)
+    whole = np.where(strategies.sequence_parallel, (2 + 3 / strategies.tp.size) * message, outside)
+    counted = np.where(split > 1, np.maximum(divided, whole), layers.transient_bytes)
+    return np.where(np.isnan(layers.measured_transient_bytes), counted, layers.measured_transient_bytes)
+
+
+def _full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
+    counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
+    return np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)

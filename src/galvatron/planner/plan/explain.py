@@ -1,0 +1,148 @@
+"""Why this plan and not another: every space's best beside it, what stops the others, what more memory would buy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.units import GIB, format_bytes, format_seconds
+from galvatron.planner.cost import CONVENTIONS, NEVER, Schedule
+from galvatron.planner.plan.advice import impossibility, smallest_budget
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request, try_plan
+from galvatron.planner.search import CutRule
+from galvatron.planner.space import SPACES, Switches
+
+__all__ = ["Explanation", "Rival", "explain", "request_of", "rivals", "time_shares"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """The best plan of a restricted space, or what it would take to have one."""
+
+    space: str
+    plan: Plan | None
+    obstacle: str
+    """What stops it from being as good, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan beside its rivals."""
+
+    plan: Plan
+    rivals: tuple[Rival, ...]
+    reasons: tuple[str, ...]
+    """Why each layer has its strategy, in the order of the model."""
+    one_more_gib: Plan
+    """The best plan with one GiB more on each device, even where no such device is sold."""
+
+
+def explain(plan: Plan) -> Explanation:
+    request = request_of(plan)
+    more = request.budget_bytes + GIB
+    device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
+    roomier = try_plan(replace(request, cluster=replace(request.cluster, device=device), memory_bytes=more))
+    return Explanation(plan, rivals(request), _reasons(plan, request), roomier or plan)
+
+
+def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
+    """For each layer: the strategy that would be fastest by itself, what it would gain, and what it would cost."""
+    problem = request.problem()
+    space, model = problem.space, request.model
+    strategies = space.strategies(request.cluster.devices // plan.pipeline_degree)
+    costs = problem.cost.stage(strategies, plan.pipeline_degree)
+    tables = costs.tables(np.array(plan.micro_batch), np.array(plan.micro_batches))
+    names = [str(strategy) for strategy in strategies]
+    rows = {kind.name: row for row, kind in enumerate(model.kinds)}
+    reasons = []
+    for stage in plan.stages:
+        memory = tables.state_bytes + stage.in_flight * tables.activation_bytes
+        for layer in stage.layers:
+            row, chosen = rows[layer.layer], names.index(layer.strategy)
+            time = np.where(tables.time_ns[row] < NEVER, tables.time_ns[row], 2 * NEVER)
+            fastest = int(time.argmin())
+            gain_s = float(time[chosen] - time[fastest]) * plan.micro_batches / 1e9
+            extra = int(memory[row, fastest] - memory[row, chosen])
+            saves = f"would save {format_seconds(gain_s)} an iteration"
+            if gain_s <= 0:
+                reasons.append("the fastest for this layer")
+            elif extra > 0:
+                reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
+            else:
+                where = "changes of layout, borrowed weights or at the peak"
+                reasons.append(f"{names[fastest]} alone {saves}, but costs more in {where}")
+    return tuple(reasons)
+
+
+def request_of(plan: Plan) -> Request:
+    """The request a plan answers, from the facts it carries."""
+    space = plan.space
+    conventions = next(each for each in CONVENTIONS if each.name == space.conventions)
+    fixed = len(space.batches) == 1
+    return Request(
+        model=plan.model.spec(),
+        cluster=plan.cluster.facts,
+        memory_bytes=plan.memory_budget_bytes,
+        batch=space.batches[0] if fixed else None,
+        batch_step=None if fixed else space.batches[0],
+        max_batch=None if fixed else space.batches[-1],
+        space=space.name,
+        switches=Switches(
+            recompute=space.recompute,
+            sequence_parallel=space.sequence_parallel,
+            zero2=space.zero2,
+            hybrid_sharding=space.hybrid_sharding,
+            accumulation=space.accumulation,
+        ),
+        schedule=Schedule(plan.schedule),
+        cuts=CutRule(space.cuts),
+        conventions=conventions,
+        profile=plan.profile,
+        max_micro_batches=space.max_micro_batches,
+    )
+
+
+def rivals(request: Request) -> tuple[Rival, ...]:
+    """The best plan of every space for the same request; spaces that the device count rules out say so."""
+    found = []
+    for space in SPACES:
+        try:
+            asked = replace(request, space=space.name)
+            plan = try_plan(asked)
+        except InvalidInput as error:
+            found.append(Rival(space.name, None, str(error)))
+            continue
+        found.append(Rival(space.name, plan, _obstacle(asked, plan)))
+    return tuple(found)
+
+
+def _obstacle(request: Request, plan: Plan | None) -> str:
+    if plan is None:
+        least = smallest_budget(request)
+        if least is None:
+            return f"not possible: {impossibility(request)}"
+        return f"does not fit: needs {format_bytes(least[0])} at batch {least[1]}"
+    name, share = max(time_shares(plan).items(), key=lambda item: item[1] if item[0] != "compute" else -1.0)
+    fullest = plan.memory_bytes / plan.memory_budget_bytes
+    return f"{share:.0%} of the time goes to {name}; memory {fullest:.0%} full"
+
+
+def time_shares(plan: Plan) -> dict[str, float]:
+    """How the slowest stage spends an iteration, as shares that sum to one."""
+    slowest = max(plan.stages, key=lambda stage: stage.time_s)
+    m, use = plan.micro_batches, slowest.time
+    seconds = {
+        "compute": m * use.compute_s,
+        "tensor-parallel communication": m * use.tp_s,
+        "gathering and scattering shards": m * use.sdp_s,
+        "layout changes": m * use.layout_s,
+        "transfers between stages": m * use.transfer_s,
+        "gradient synchronisation": use.sync_s,
+        "the optimizer": use.optimizer_s,
+        "pipeline bubbles": plan.bubble_s,
+    }
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}

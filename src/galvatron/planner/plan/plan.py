@@ -1,0 +1,39 @@
+"""The plan: the one artifact that planner and runtime share.
+
+A plan is complete: it embeds the facts of the model and the cluster it was made for, so that it can be run, repriced
+and explained from the file alone. Reading is strict; see :func:`Plan.load`. The format is in docs/plan-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.record import PlanRecord
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanRecord):
+    """How to train a model on a cluster, and what that will cost."""
+
+    def to_json(self) -> str:
+        """Text that is identical from run to run: fixed order of keys, no times or places of the search itself."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        path = Path(path)
+        try:
+            path.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(f"cannot write plan to {str(path)!r}: {error.strerror or error}") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file, or raise :class:`galvatron.InvalidInput` naming file, field, value and remedy."""
+        from galvatron.planner.plan.reading import read_plan  # pydantic is only needed to read
+
+        return read_plan(Path(path), Plan)

@@ -1,0 +1,214 @@
+"""Strict reading of plan files: whatever is wrong is said with the path of the field, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from galvatron.core.errors import InvalidInput, PlanMismatch
+from galvatron.core.spec import Kind, LayerSpec, Strategy
+from galvatron.planner.cost import CONVENTIONS, Schedule, in_flight
+from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
+from galvatron.planner.search import CutRule
+from galvatron.planner.space import space_named
+
+__all__ = ["read_plan"]
+
+_Plan = TypeVar("_Plan", bound=PlanRecord)
+_REMEDY = "make the plan again with 'galvatron plan'"
+
+
+def read_plan(path: Path, kind: type[_Plan]) -> _Plan:
+    """The plan in a file, checked for shape, version, digests and consistency."""
+    where = str(path)
+    try:
+        text = path.read_bytes().decode("utf-8")
+        raw = json.loads(text, parse_constant=_no_constant)
+    except OSError as error:
+        raise InvalidInput(f"cannot read plan {where!r}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not a plan file: it is not JSON ({error})") from error
+    if not isinstance(raw, dict) or "version" not in raw:
+        raise InvalidInput(f"{where}: not a plan file: it has no 'version' field")
+    if raw["version"] != FORMAT_VERSION or isinstance(raw["version"], bool):
+        raise PlanMismatch(
+            f"{where}: version: {raw['version']!r} is not the version this program reads, {FORMAT_VERSION}; {_REMEDY}"
+        )
+    try:
+        plan = TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(
+            f"{where}: {_path(first['loc'])}: {first['msg']} (given: {_short(first['input'])}); {_REMEDY}"
+        ) from error
+    except RecursionError as error:
+        raise InvalidInput(f"{where}: not a plan file: nested too deeply") from error
+    stray = _stray(raw, plan.to_dict(), "")
+    if stray:
+        raise InvalidInput(f"{where}: {stray}; {_REMEDY}")
+    try:
+        _check(plan)
+    except InvalidInput as error:
+        raise type(error)(f"{where}: {error}; {_REMEDY}") from error
+    return plan
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _stray(given: Any, known: Any, path: str) -> str | None:
+    """The first field in the file that the format does not have, or the other way round: nothing is defaulted."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key in [*given, *known]:
+            where = f"{path}.{key}".lstrip(".")
+            if key not in known:
+                return f"{where}: unknown field"
+            if key not in given:
+                return f"{where}: missing field"
+            if found := _stray(given[key], known[key], where):
+                return found
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (one, other) in enumerate(zip(given, known, strict=False)):
+            if found := _stray(one, other, f"{path}[{index}]"):
+                return found
+    return None
+
+
+def _check(plan: PlanRecord) -> None:
+    """What types cannot say: facts that must agree with each other."""
+    names = {kind.name for kind in plan.model.kinds}
+    for index, run in enumerate(plan.model.order):
+        if run.layer not in names:
+            raise InvalidInput(f"model.order[{index}].layer: {run.layer!r} is not among model.kinds")
+        if not 0 < run.count <= 1_000_000:
+            raise InvalidInput(f"model.order[{index}].count: {run.count} is not a number of layers")
+    if not plan.model.order:
+        raise InvalidInput("model.order: the model has no layers")
+    config = plan.model.config
+    if config is not None and not isinstance(config.get("model_type"), str):
+        raise InvalidInput(f"model.config.model_type: {config.get('model_type')!r} is not the name of an architecture")
+    model = plan.model.spec()
+    if model.digest != plan.model.digest:
+        raise PlanMismatch(f"model.digest: {plan.model.digest!r} does not match the model's facts ({model.digest!r})")
+    cluster = plan.cluster.facts
+    if cluster.digest != plan.cluster.digest:
+        raise PlanMismatch(f"cluster.digest: {plan.cluster.digest!r} does not match its facts ({cluster.digest!r})")
+    if plan.cluster.devices != cluster.devices:
+        raise InvalidInput(f"cluster.devices: {plan.cluster.devices} given, but its levels make {cluster.devices}")
+    if model.parameters != plan.model.parameters:
+        raise InvalidInput(f"model.parameters: {plan.model.parameters} given, but the layers have {model.parameters}")
+    _check_space(plan)
+    _check_numbers(plan)
+    _check_stages(plan, model.layers)
+
+
+def _check_space(plan: PlanRecord) -> None:
+    space = plan.space
+    space_named(space.name)
+    for name, value, known in (
+        ("cuts", space.cuts, list(CutRule)),
+        ("conventions", space.conventions, [each.name for each in CONVENTIONS]),
+    ):
+        if value not in known:
+            raise InvalidInput(f"space.{name}: {value!r} is not one of {', '.join(known)}")
+    if plan.batch not in space.batches or min(space.batches) < 1:
+        raise InvalidInput(f"space.batches: they do not hold the plan's batch of {plan.batch}")
+    if space.max_micro_batches is not None and space.max_micro_batches < plan.micro_batches:
+        raise InvalidInput(
+            f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
+        )
+    for index, time in enumerate(() if plan.profile is None else plan.profile.times):
+        for name, value in asdict(time).items():
+            if name.endswith("_s") and value is not None and not (0 <= value < 1e6 and (value or name != "forward_s")):
+                raise InvalidInput(f"profile.times[{index}].{name}: {value} given; expected seconds, forward_s above 0")
+
+
+def _check_numbers(plan: PlanRecord) -> None:
+    certificate = plan.certificate
+    if certificate is not None and (certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s):
+        raise InvalidInput("certificate: the bound must be positive and no more than iteration_s, the gap not negative")
+    if plan.bubble_s < 0 or any(min(asdict(stage.time).values()) < 0 or stage.time_s <= 0 for stage in plan.stages):
+        raise InvalidInput("bubble_s or stages[].time: a time is negative")
+    if plan.schedule not in list(Schedule):
+        raise InvalidInput(f"schedule: {plan.schedule!r} is not one of {', '.join(Schedule)}")
+    if plan.batch < 1 or plan.micro_batches < 1 or plan.batch % plan.micro_batches:
+        raise InvalidInput(f"micro_batches: {plan.micro_batches} does not divide the batch of {plan.batch}")
+    if not plan.iteration_s > 0 or abs(plan.throughput * plan.iteration_s / plan.batch - 1) > 1e-6:
+        raise InvalidInput(
+            f"throughput: {plan.throughput} is not batch / iteration_s = {plan.batch} / {plan.iteration_s}"
+        )
+
+
+def _check_stages(plan: PlanRecord, layers: tuple[LayerSpec, ...]) -> None:
+    if not plan.stages or plan.cluster.devices % len(plan.stages):
+        raise InvalidInput(f"stages: {len(plan.stages)} stages do not divide {plan.cluster.devices} devices equally")
+    size = plan.cluster.devices // len(plan.stages)
+    position = 0
+    for p, stage in enumerate(plan.stages):
+        if stage.devices != tuple(range(p * size, (p + 1) * size)):
+            raise InvalidInput(f"stages[{p}].devices: expected {p * size} to {(p + 1) * size - 1}")
+        if not stage.layers:
+            raise InvalidInput(f"stages[{p}].layers: a stage needs at least one layer")
+        expected = in_flight(p, len(plan.stages), plan.micro_batches, Schedule(plan.schedule))
+        if stage.in_flight != expected:
+            raise InvalidInput(f"stages[{p}].in_flight: {stage.in_flight} given, {plan.schedule} holds {expected}")
+        for index, layer in enumerate(stage.layers):
+            where = f"stages[{p}].layers[{index}]"
+            if position >= len(layers) or layer.index != position or layer.layer != layers[position].name:
+                raise InvalidInput(f"{where}: layer {layer.index} ({layer.layer!r}) is not next in the model")
+            _check_strategy(plan, layers[position], layer.strategy, size, where)
+            position += 1
+        use = asdict(stage.memory)
+        if min(use.values()) < 0 or sum(use.values()) != stage.memory_bytes:
+            raise InvalidInput(f"stages[{p}].memory_bytes: {stage.memory_bytes} is not the sum of stages[{p}].memory")
+        if stage.memory_bytes > plan.memory_budget_bytes:
+            raise InvalidInput(f"stages[{p}].memory_bytes: {stage.memory_bytes} is above the budget")
+    if position != len(layers):
+        raise InvalidInput(f"stages: they hold {position} of the model's {len(layers)} layers")
+
+
+def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, where: str) -> None:
+    try:
+        strategy = Strategy.parse(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}.strategy: {error}") from error
+    if strategy.devices != size:
+        raise InvalidInput(f"{where}.strategy: {text!r} is for {strategy.devices} devices, the stage has {size}")
+    if not layer.allows_tensor_parallel(strategy.degree(Kind.TP)):
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} splits {layer.name!r} by a degree that its heads do not divide by"
+        )
+    if strategy.sequence_parallel and not layer.allows_sequence_parallel(strategy.degree(Kind.TP)):
+        lengths = layer.tensor_parallel.sequence_divides if layer.tensor_parallel else ()
+        having = f"sequences of {', '.join(map(str, lengths))}" if lengths else "nothing to divide along a sequence"
+        raise InvalidInput(f"{where}.strategy: {text!r} divides sequences, but {layer.name!r} has {having}")
+    space = plan.space
+    for flag, used, on in (
+        ("recompute", strategy.recompute, space.recompute),
+        ("sequence_parallel", strategy.sequence_parallel, space.sequence_parallel),
+        ("zero2", strategy.zero2, space.zero2),
+    ):
+        if used and not on:
+            raise InvalidInput(f"{where}.strategy: {text!r} uses {flag}, which space.{flag} says was off")
+    if plan.micro_batch % strategy.data_degree:
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} divides the batch by {strategy.data_degree}, "
+            f"but a micro-batch has {plan.micro_batch} samples"
+        )

@@ -1,0 +1,214 @@
+"""What a plan holds: the fields of the file, one dataclass for each of its objects (docs/plan-format.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from galvatron.core.spec import Cluster, LayerSpec, ModelProfile, ModelSpec, Strategy, Training
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Certificate",
+    "ClusterFacts",
+    "LayerRun",
+    "MemoryUse",
+    "ModelFacts",
+    "PlanRecord",
+    "PlannedLayer",
+    "PlannedStage",
+    "SpaceFacts",
+    "TimeUse",
+    "layer_runs",
+]
+
+FORMAT_VERSION = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRun:
+    """Consecutive equal layers."""
+
+    layer: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """The model a plan is for: kinds of layer, and their order in runs."""
+
+    name: str
+    family: str
+    digest: str
+    parameters: int
+    training: Training
+    kinds: tuple[LayerSpec, ...]
+    order: tuple[LayerRun, ...]
+    config: dict[str, Any] | None = field(hash=False)
+    """The Hugging Face configuration that builds the model; None for a model described by figures alone."""
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> ModelFacts:
+        runs = groupby(layer.name for layer in model.layers)
+        return cls(
+            name=model.name,
+            family=model.family,
+            digest=model.digest,
+            parameters=model.parameters,
+            training=model.training,
+            kinds=model.kinds,
+            order=tuple(LayerRun(layer=name, count=len(list(run))) for name, run in runs),
+            config=None if model.config is None else dict(model.config),
+        )
+
+    def spec(self) -> ModelSpec:
+        kinds = {kind.name: kind for kind in self.kinds}
+        layers = tuple(kinds[run.layer] for run in self.order for _ in range(run.count))
+        return ModelSpec(name=self.name, family=self.family, layers=layers, training=self.training, config=self.config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFacts:
+    """The cluster a plan is for."""
+
+    digest: str
+    devices: int
+    facts: Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpaceFacts:
+    """What was searched, and by which rules."""
+
+    name: str
+    recompute: bool
+    sequence_parallel: bool
+    zero2: bool
+    hybrid_sharding: bool
+    accumulation: bool
+    cuts: str
+    conventions: str
+    batches: tuple[int, ...]
+    """Batch sizes considered."""
+    max_micro_batches: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeUse:
+    """Where a stage's time goes. Seconds for one micro-batch; communication is the exposed part."""
+
+    compute_s: float
+    tp_s: float
+    sdp_s: float
+    layout_s: float
+    """Slice-Gather between layers."""
+    transfer_s: float
+    """Receiving from the neighbouring stages."""
+    sync_s: float
+    """Gradient synchronisation, once an iteration."""
+    optimizer_s: float
+    """Optimizer step, once an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes at a stage's peak."""
+
+    states: int
+    activations: int
+    transient: int
+    reserved: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLayer:
+    """One layer and its strategy."""
+
+    index: int
+    """Position in the model, from 0."""
+    layer: str
+    strategy: str
+    """Axes outermost first, with flags: "dp2-tp4+rc" (see docs/plan-format.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStage:
+    """Consecutive layers on one group of devices."""
+
+    devices: tuple[int, ...]
+    layers: tuple[PlannedLayer, ...]
+    time_s: float
+    """Mean time of a micro-batch, its share of once-an-iteration work included."""
+    time: TimeUse
+    in_flight: int
+    """Micro-batches whose activations are alive at the peak."""
+    memory_bytes: int
+    """Predicted peak, everything included: never above the budget."""
+    memory: MemoryUse
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return tuple(Strategy.parse(layer.strategy) for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """The proof that no plan in the space is better under the cost model."""
+
+    lower_bound_s: float
+    """No plan at this batch takes less, and none at another batch has a higher throughput."""
+    gap: float
+    """Relative distance between the plan and the bound: 0, since the search only stops when they meet."""
+    combinations: int
+    opened: int
+    solved: int
+    stages_solved: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """All fields of a plan, in the order of the file."""
+
+    version: int
+    model: ModelFacts
+    cluster: ClusterFacts
+    profile: ModelProfile | None
+    space: SpaceFacts
+    memory_budget_bytes: int
+    schedule: str
+    batch: int
+    micro_batches: int
+    throughput: float
+    """Samples a second."""
+    iteration_s: float
+    bubble_s: float
+    """Time the slowest stage waits for the others while the pipeline fills and drains."""
+    stages: tuple[PlannedStage, ...]
+    certificate: Certificate | None
+    """None: the plan was written by hand, so nothing is proven about it."""
+
+    @property
+    def pipeline_degree(self) -> int:
+        return len(self.stages)
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch // self.micro_batches
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """Peak of the fullest stage."""
+        return max(stage.memory_bytes for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def layer_runs(layers: Sequence[PlannedLayer]) -> list[tuple[PlannedLayer, int]]:
+    """Consecutive layers of one kind and strategy, with their number."""
+    runs = groupby(layers, key=lambda layer: (layer.layer, layer.strategy))
+    grouped = [list(run) for _, run in runs]
+    return [(run[0], len(run)) for run in grouped]

@@ -1,0 +1,252 @@
+"""Plans for people: tables and a strip picture in the terminal, plain text in a pipe.
+
+Returns rich renderables; which colours a console can show is rich's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from galvatron.core.units import format_bytes, format_count, format_seconds
+from galvatron.planner.plan.compare import Comparison
+from galvatron.planner.plan.explain import Explanation, time_shares
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.record import PlannedStage, layer_runs
+
+__all__ = ["comparison_view", "explanation_view", "plan_view"]
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_STRIP = 64
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What the plan is, its stages as strips of layers, and its certificate."""
+    model, facts = plan.model, plan.cluster.facts
+    title = Text(f"{model.name}", style="bold")
+    title.append(
+        f"  {format_count(model.parameters)} parameters, {sum(run.count for run in model.order)} layers, "
+        f"{model.training.precision} on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
+        style="default",
+    )
+    numbers = Text()
+    numbers.append(f"{plan.throughput:.2f} samples/s", style="bold green")
+    numbers.append(
+        f"   batch {plan.batch} = {plan.micro_batches} × {plan.micro_batch}   "
+        f"iteration {format_seconds(plan.iteration_s)}   "
+        f"{_plural(plan.pipeline_degree, 'stage')} ({plan.schedule})   "
+        f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}"
+    )
+    proof = plan.certificate
+    certificate = Text(
+        "written by hand: nothing is proven about it"
+        if proof is None
+        else f"proven best of the {plan.space.name!r} space{_rules(plan)}: gap {proof.gap:g}, {proof.combinations} "
+        f"combinations bounded, {proof.solved} solved exactly",
+        style="dim",
+    )
+    notes = []
+    if len(plan.space.batches) > 1 and plan.batch > 0.9 * plan.space.batches[-1]:
+        notes.append(Text("the batch is about the largest searched; fix yours with --batch", style="dim"))
+    return Group(title, numbers, _strips(plan), _legend(plan), certificate, *notes)
+
+
+def _rules(plan: Plan) -> str:
+    """What else bounded the search: extensions that were on, a guideline for cuts, a limit on micro-batches."""
+    space = plan.space
+    names = ("recompute", "sequence_parallel", "zero2", "hybrid_sharding", "accumulation")
+    on = [name.replace("_", " ") for name in names if getattr(space, name)]
+    rules = [f"with {', '.join(on)}"] if on else []
+    if space.cuts != "exact":
+        rules.append(f"cuts by {space.cuts}")
+    if space.max_micro_batches is not None:
+        rules.append(f"at most {space.max_micro_batches} micro-batches")
+    return f" ({'; '.join(rules)})" if rules else ""
+
+
+def _strips(plan: Plan) -> Table:
+    """One line a stage; a letter a layer, the same letter (and colour) for the same strategy."""
+    letters = _letters(plan)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name, justify in (("stage", "right"), ("devices", "left"), ("layers", "left"), ("memory", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for number, stage in enumerate(plan.stages):
+        used = stage.memory_bytes / plan.memory_budget_bytes
+        table.add_row(str(number), _span(stage), _strip(stage, letters), f"{_bar(used)} {used:.0%}")
+    return table
+
+
+def _legend(plan: Plan) -> Text:
+    legend = Text(" ")
+    for strategy, letter in _letters(plan).items():
+        legend.append(f" {letter} ", style=_style(letter))
+        legend.append(f" {strategy}   ")
+    return legend
+
+
+def _letters(plan: Plan) -> dict[str, str]:
+    used = dict.fromkeys(layer.strategy for stage in plan.stages for layer in stage.layers)
+    return {strategy: _LETTERS[index % len(_LETTERS)] for index, strategy in enumerate(used)}
+
+
+def _style(letter: str) -> str:
+    return f"black on {_COLOURS[_LETTERS.index(letter) % len(_COLOURS)]}"
+
+
+def _strip(stage: PlannedStage, letters: dict[str, str]) -> Text:
+    text = Text()
+    scale = max(1.0, len(stage.layers) / _STRIP)
+    for strategy, run in groupby(stage.layers, key=lambda layer: layer.strategy):
+        letter = letters[strategy]
+        text.append(letter * max(1, round(len(list(run)) / scale)), style=_style(letter))
+    return text
+
+
+def _bar(share: float) -> str:
+    full = min(10, round(10 * share))
+    return "█" * full + "░" * (10 - full)
+
+
+def _span(stage: PlannedStage) -> str:
+    first, last = stage.devices[0], stage.devices[-1]
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def explanation_view(explanation: Explanation) -> RenderableType:
+    plan = explanation.plan
+    return Group(
+        plan_view(plan),
+        Text("\nWhere the time of an iteration goes (slowest stage)", style="bold"),
+        _shares(plan),
+        Text("\nStages and layers", style="bold"),
+        _layers(explanation),
+        Text("\nMemory at the peak, against the budget", style="bold"),
+        _memory(plan),
+        Text("\nThe best plan of every space", style="bold"),
+        _rivals(explanation),
+        _one_more(explanation),
+    )
+
+
+def _shares(plan: Plan) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, share in sorted(time_shares(plan).items(), key=lambda item: -item[1]):
+        if share >= 0.0005:
+            table.add_row(f"{share:6.1%}", _bar(share), name)
+    return table
+
+
+def _layers(explanation: Explanation) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name in ("stage", "layers", "kind", "strategy", "what it means", "why"):
+        table.add_column(name)
+    for number, stage in enumerate(explanation.plan.stages):
+        for layer, count in layer_runs(stage.layers):
+            last = layer.index + count - 1
+            span = str(layer.index) if count == 1 else f"{layer.index}–{last}"
+            meaning = "; ".join(_meaning(layer.strategy))
+            table.add_row(str(number), span, layer.layer, layer.strategy, meaning, explanation.reasons[layer.index])
+    return table
+
+
+def _meaning(strategy: str) -> Iterator[str]:
+    axes, *flags = strategy.split("+")
+    words = {
+        "sdp": "{}-way sharded states",
+        "dp": "{} replicas",
+        "tp": "weights split {} ways",
+        "single": "one device",
+    }
+    for axis in axes.split("-"):
+        kind = axis.rstrip("0123456789")
+        yield words[kind].format(axis[len(kind) :])
+    notes = {"rc": "recomputed in backward", "sp": "sequence split too", "zero2": "gradients and optimizer sharded"}
+    yield from (notes[flag] for flag in flags)
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name in ("stage", "states", "activations", "in flight", "transient", "reserved", "peak", "left"):
+        table.add_column(name, justify="right")
+    for number, stage in enumerate(plan.stages):
+        use = stage.memory
+        table.add_row(
+            str(number),
+            format_bytes(use.states),
+            format_bytes(use.activations),
+            str(stage.in_flight),
+            format_bytes(use.transient),
+            format_bytes(use.reserved),
+            format_bytes(stage.memory_bytes),
+            format_bytes(plan.memory_budget_bytes - stage.memory_bytes),
+        )
+    return table
+
+
+def _rivals(explanation: Explanation) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for name, justify in (("space", "left"), ("samples/s", "right"), ("of ours", "right"), ("batch", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("stages", justify="right")
+    table.add_column("what stops it")
+    ours = explanation.plan.throughput
+    for rival in explanation.rivals:
+        if rival.plan is None:
+            table.add_row(rival.space, "–", "–", "–", "–", rival.obstacle, style="dim")
+            continue
+        plan = rival.plan
+        table.add_row(
+            rival.space,
+            f"{plan.throughput:.2f}",
+            f"{plan.throughput / ours:.0%}",
+            str(plan.batch),
+            str(plan.pipeline_degree),
+            rival.obstacle,
+            style="bold" if rival.space == explanation.plan.space.name else "",
+        )
+    return table
+
+
+def _one_more(explanation: Explanation) -> Text:
+    more, plan = explanation.one_more_gib, explanation.plan
+    gain = more.throughput / plan.throughput - 1
+    if gain <= 0:
+        return Text("\nOne more GiB a device would buy nothing.")
+    return Text(f"\nOne more GiB a device would buy {gain:.1%}: {more.throughput:.2f} samples/s at batch {more.batch}.")
+
+
+def comparison_view(comparison: Comparison) -> RenderableType:
+    request = comparison.request
+    title = Text(
+        f"{request.model.name} on {request.cluster.devices} × {request.cluster.device.name} ({request.cluster.name}): "
+        "samples/s (batch)",
+        style="bold",
+    )
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table.add_column("space")
+    for budget in comparison.budgets:
+        table.add_column(format_bytes(budget), justify="right")
+    best = [
+        max((cell.plan.throughput for cell in column if cell.plan), default=0.0)
+        for column in zip(*comparison.rows, strict=True)
+    ]
+    for row in comparison.rows:
+        cells = [Text(row[0].space)]
+        for cell, top in zip(row, best, strict=True):
+            if cell.plan is None:
+                cells.append(Text("OOM" if cell.why_not == "out of memory" else cell.why_not, style="dim"))
+            else:
+                style = "bold green" if cell.plan.throughput >= top else ""
+                cells.append(Text(f"{cell.plan.throughput:.2f} ({cell.plan.batch})", style=style))
+        table.add_row(*cells)
+    return Group(title, table)

@@ -1,0 +1,141 @@
+"""Models and clusters for people: the tables behind ``galvatron models`` and ``galvatron clusters``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from galvatron.core.spec import Cluster, Collective, ModelProfile, ModelSpec
+from galvatron.core.units import format_bytes, format_count, format_seconds
+
+__all__ = ["clusters_view", "groups_view", "layers_view", "links_view", "models_view", "profile_view"]
+
+
+def models_view(models: Sequence[ModelSpec]) -> RenderableType:
+    table = _table("name", "family", "parameters", "layers", "forward FLOPs a sample", "activations a sample")
+    for model in models:
+        table.add_row(
+            model.name,
+            model.family,
+            format_count(model.parameters),
+            str(len(model.layers)),
+            format_count(model.forward_flops),
+            format_bytes(model.activation_bytes),
+        )
+    note = Text("Names that end in a depth exist for other depths too, such as bert-huge-96.", style="dim")
+    return Group(table, note)
+
+
+def layers_view(model: ModelSpec) -> RenderableType:
+    table = _table(
+        "layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads"
+    )
+    position = 0
+    for layer, run in groupby(model.layers):
+        count = len(list(run))
+        tensor = layer.tensor_parallel
+        table.add_row(
+            f"{position}–{position + count - 1}" if count > 1 else str(position),
+            layer.name,
+            format_count(layer.parameters),
+            format_count(layer.forward_flops),
+            format_bytes(layer.activation_bytes),
+            format_bytes(layer.replicated_activation_bytes),
+            format_bytes(layer.boundary_bytes),
+            "not split" if tensor is None else ", ".join(map(str, tensor.divides)) or "any",
+        )
+        position += count
+    title = Text(f"{model.name}: {model.parameters:,} parameters, {model.training.precision}", style="bold")
+    return Group(title, table, Text("Sizes are for one sample.", style="dim"))
+
+
+def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
+    table = _table("name", "devices", "device", "memory", "fp32", "bf16", "islands")
+    for cluster in clusters:
+        device = cluster.device
+        table.add_row(
+            cluster.name,
+            str(cluster.devices),
+            device.name,
+            format_bytes(device.memory_bytes),
+            _rate(device.fp32_flops_per_s),
+            "–" if device.bf16_flops_per_s is None else _rate(device.bf16_flops_per_s),
+            " × ".join(f"{level.units} ({level.name})" for level in cluster.levels),
+        )
+    return table
+
+
+def links_view(cluster: Cluster) -> RenderableType:
+    table = _table("level", "joins", "bandwidth", "point to point", "latency", "shared")
+    unit = "devices"
+    for level in cluster.levels:
+        transfer = level.transfer_bytes_per_s or level.bytes_per_s
+        table.add_row(
+            level.name,
+            f"{level.units} {unit}",
+            f"{level.bytes_per_s / 1e9:.3g} GB/s",
+            f"{transfer / 1e9:.3g} GB/s",
+            format_seconds(level.latency_s),
+            "one link a unit" if level.shared else "a lane a device",
+        )
+        unit = f"× {level.name}"
+    device = cluster.device
+    title = Text(
+        f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
+    )
+    lost = f", {cluster.fragmentation:g} of the rest lost between tensors" if cluster.fragmentation else ""
+    reserved = (
+        f"{format_bytes(cluster.reserved_bytes)} reserved a process{lost}, overlap slowdown "
+        f"{cluster.overlap_slowdown:g}, contention {cluster.compute_contention:g}"
+    )
+    return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
+
+
+def groups_view(cluster: Cluster) -> RenderableType:
+    """What was measured of groups: bus bandwidth, and latency of a pass."""
+    table = _table("group of device 0", "devices", *(collective.replace("_", "-") for collective in Collective))
+    for group in cluster.groups:
+        links = [group.link(collective) for collective in Collective]
+        figures = [f"{link.bytes_per_s / 1e9:.3g} GB/s, {format_seconds(link.latency_s)}" for link in links]
+        table.add_row(", ".join(map(str, group.ranks)), str(len(group.ranks)), *figures)
+    return table
+
+
+def profile_view(profile: ModelProfile) -> RenderableType:
+    """Measured layers: seconds of one sample + fixed ones, and bytes of one sample."""
+    table = _table("layer", "TP", "forward", "backward", "activations", "transient")
+    for time in profile.times:
+        fixed = [0.0 if one is None else one for one in (time.forward_fixed_s, time.backward_fixed_s)]
+        slopes = [time.forward_s, time.forward_s * time.backward_ratio]
+        least = [time.forward_least_s, time.backward_least_s]
+        memory = profile.memory_of(time.layer, time.tp, sequence_parallel=time.sequence_parallel)
+        table.add_row(
+            time.layer,
+            f"{time.tp}{'+sp' if time.sequence_parallel else ''}",
+            *map(_line, slopes, fixed, least),
+            "–" if memory is None else format_bytes(memory.activation_bytes),
+            "–" if memory is None else format_bytes(memory.transient_bytes),
+        )
+    title = Text(f"{profile.name}: one sample more + whatever the number", style="bold")
+    return Group(title, table, Text(profile.source, style="dim"))
+
+
+def _line(slope_s: float, fixed_s: float, least_s: float) -> str:
+    line = f"{format_seconds(slope_s)} + {format_seconds(fixed_s)}"
+    return f"{line}, at least {format_seconds(least_s)}" if least_s > slope_s + fixed_s else line
+
+
+def _rate(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < 2 else "right")
+    return table

@@ -1,0 +1,342 @@
+"""One combination of pipeline degree, batch and micro-batches: bounds on it, then its exact optimum.
+
+Stages are solved once for each signature (their runs of equal layers, what feeds them, how many micro-batches they hold
+in flight) and reused wherever the same signature appears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.planner.cost import NEVER, Integers, Pace, Schedule, StageCosts, in_flight, iteration_ns
+from galvatron.planner.search.bounds import Floats, hull_multipliers, priced_minima
+from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
+from galvatron.planner.search.stage import StageProblem, StageSolution
+from galvatron.planner.search.tied import Lending, raise_least_peaks, solve_lending
+
+__all__ = ["Combination", "Layers", "Solved"]
+
+Signature = tuple[int, tuple[tuple[int, int], ...], bool]
+"""(kind of the layer before the stage or -1, runs of (kind, length), whether the stage is the last)."""
+
+
+_MULTIPLIERS = 16
+"""Bounds on all stages use at most so many multipliers; more would hardly tighten them."""
+
+
+def _thinned(lams: Floats) -> Floats:
+    return lams[:: -(-len(lams) // _MULTIPLIERS)]
+
+
+class Layers:
+    """The model's layers as kind indices, with the counts that bounds need."""
+
+    def __init__(self, kinds: Integers, kind_count: int) -> None:
+        self.kinds = kinds
+        self.count = len(kinds)
+        one_hot = np.zeros((kind_count, self.count + 1), dtype=np.int64)
+        one_hot[kinds, np.arange(1, self.count + 1)] = 1
+        self.counts_before: Integers = np.cumsum(one_hot, axis=1)
+        """(T, L+1): layers of each kind before a position."""
+        self.total: Integers = self.counts_before[:, -1]
+        changes = np.append(True, kinds[1:] != kinds[:-1])
+        self.run_begin: Integers = np.maximum.accumulate(np.where(changes, np.arange(self.count), 0))
+        """(L,) first layer of the run of equal layers that a layer is in."""
+        self._ends: dict[Signature, list[int]] = {}
+
+    def signature(self, begin: int, end: int) -> Signature:
+        runs = tuple((int(kind), len(list(group))) for kind, group in groupby(self.kinds[begin:end].tolist()))
+        return int(self.kinds[begin - 1]) if begin else -1, runs, end == self.count
+
+    def ends(self, signature: Signature) -> list[int]:
+        """Where stages of this signature end."""
+        if signature not in self._ends:
+            self._ends[signature] = self._find_ends(signature)
+        return self._ends[signature]
+
+    def _find_ends(self, signature: Signature) -> list[int]:
+        before, runs, last = signature
+        width = sum(length for _, length in runs)
+        if last:
+            return [self.count]
+        ends = np.arange(width, self.count)
+        begins = ends - width
+        fits = (self.kinds[begins] == runs[0][0]) & (np.where(begins > 0, self.kinds[begins - 1], -1) == before)
+        if len(runs) == 1:
+            fits &= self.run_begin[ends - 1] <= begins
+            return [int(end) for end in ends[fits]]
+        return [end for end in ends[fits].tolist() if self.signature(end - width, end) == signature]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a stage: its optimum, or only that it takes at least so long (inf: nothing fits)."""
+
+    time: float
+    solution: StageSolution | None
+
+    @property
+    def settled(self) -> bool:
+        return self.solution is not None or self.time == np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The optimum of a combination."""
+
+    iteration_ns: int
+    positions: tuple[int, ...]
+    stages: tuple[StageSolution, ...]
+
+
+class Combination:
+    """Search over cuts and strategies for one (pipeline degree, batch, micro-batches)."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        costs: StageCosts,
+        *,
+        pipeline_degree: int,
+        batch: int,
+        micro_batches: int,
+        schedule: Schedule,
+        budget: int,
+        positions: tuple[int, ...] | None = None,
+    ) -> None:
+        self.layers, self.costs = layers, costs
+        self.fixed = positions
+        self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
+        self.pace = Pace.of(pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
+        self.budget = budget
+        self.micro_batch = batch // micro_batches
+        self.in_flight = [in_flight(p, pipeline_degree, micro_batches, schedule) for p in range(pipeline_degree)]
+        self.tables = costs.tables(np.array(self.micro_batch), np.array(micro_batches))
+        self.change = costs.change_ns(self.micro_batch)
+        self.transfer = costs.transfer_ns(self.micro_batch)
+        self.lending = Lending(costs, self.micro_batch)
+        self._solved: dict[Signature, dict[int, _Known]] = {}
+        self._matrices: dict[int, CutMatrix] = {}
+        self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
+        self.stages_solved = 0
+
+    def memory(self, in_flight_count: int) -> Integers:
+        memory: Integers = self.tables.state_bytes + in_flight_count * self.tables.activation_bytes
+        return memory
+
+    # ------------------------------------------------------------------ bounds
+
+    def bound(self) -> float:
+        """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound."""
+        if self.fixed:
+            ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
+            stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
+            slowest = max(stages)
+            return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
+        # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
+        matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
+        bound = cuts_bound(matrices, self.pace)
+        return min(bound, self._wider_bound())
+
+    def _optimistic(self, cutoff: float) -> Cuts | None:
+        """Best cuts over what is known of the stages; widens the longest stage considered until it cannot matter."""
+        while True:
+            matrices = [self._matrix(count) for count in self.in_flight]
+            cuts = best_cuts(matrices, self.pace, cutoff)
+            limit = cuts.objective if cuts else cutoff
+            if self._wider_bound() >= limit:
+                return cuts
+            self._width = min(2 * self._width, self.layers.count - self.stages + 1)
+            self._matrices.clear()
+
+    def _wider_bound(self) -> float:
+        """A bound on iterations in which some stage is longer than any considered so far."""
+        if self._width >= self.layers.count - self.stages + 1:
+            return np.inf
+        least = self._bounds(min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1)
+        return (self.pace.total + self.pace.slowest) * float(least.min())
+
+    def _matrix(self, in_flight_count: int) -> CutMatrix:
+        if in_flight_count not in self._matrices:
+            ends = np.arange(self.layers.count + 1)[:, None]
+            widths = np.arange(self._width + 1)[None, :]
+            matrix = self._bounds(in_flight_count, ends, widths)
+            for signature in self._solved:
+                self._patch(matrix, signature, in_flight_count)
+            self._matrices[in_flight_count] = matrix
+        return self._matrices[in_flight_count]
+
+    def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
+        """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position."""
+        begins = np.maximum(ends - widths, 0)
+        usable = self.tables.time_ns < NEVER
+        memory = np.where(usable, self.memory(in_flight_count), NEVER)
+        transient = np.where(usable, self.tables.transient_bytes, NEVER).min(axis=1)
+        before = self.layers.counts_before
+        present = before[:, ends] > before[:, begins]
+        room = self.budget - np.where(present, transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
+        least_memory = memory.min(axis=1, keepdims=True)
+        needed = least_memory[:, 0] @ before
+        room = room - (needed[ends] - needed[begins])
+        memory = memory - least_memory  # prices apply to what is above the least, to keep them accurate
+        lams = _thinned(hull_multipliers(self.tables.time_ns, memory))
+        priced = priced_minima(self.tables.time_ns, memory, lams) @ before
+        bounds = np.full(room.shape, -np.inf)
+        for lam, sums in zip(lams, priced, strict=True):
+            np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
+        entry, leave = self._least_transfers()
+        bounds += entry[begins] + leave[ends]
+        impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
+        return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
+
+    def _least_transfers(self) -> tuple[Integers, Integers]:
+        """Least time to receive a stage's input, by where it begins, and its output's gradient, by where it ends."""
+        kinds, usable = self.layers.kinds, self.tables.time_ns < NEVER
+        layouts = np.zeros((len(usable), len(self.costs.layouts)), dtype=bool)
+        for kind, row in enumerate(usable):
+            layouts[kind, self.costs.layout_of[row]] = True
+        entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
+        entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
+        leave[1:-1] = np.where(layouts[kinds[:-1]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
+        return entry, leave
+
+    # ------------------------------------------------------------------ memory
+
+    def least_peak(self) -> float:
+        """The least memory with which this combination fits at all: that of its fullest stage, cuts chosen well."""
+        ends = np.arange(self.layers.count + 1)[:, None]
+        widths = np.arange(self.layers.count - self.stages + 2)[None, :]
+        peaks = {count: self._least_peaks(count, ends, widths) for count in set(self.in_flight)}
+        if self.fixed:
+            spans = enumerate(pairwise(self.fixed))
+            return float(max(peaks[self.in_flight[p]][end, end - begin] for p, (begin, end) in spans))
+        return least_slowest([peaks[count] for count in self.in_flight])
+
+    def _least_peaks(self, in_flight_count: int, ends: Integers, widths: Integers) -> CutMatrix:
+        """Least memory of each possible stage: for each largest transient θ, layers take what needs least under it."""
+        usable = self.tables.time_ns < NEVER
+        memory, transient = self.memory(in_flight_count), np.where(usable, self.tables.transient_bytes, NEVER)
+        begins = np.maximum(ends - widths, 0)
+        peaks = np.full(np.broadcast_shapes(ends.shape, widths.shape), np.inf)
+        for theta in sorted(set(transient[usable].tolist())):
+            least = np.where(transient <= theta, memory, NEVER).min(axis=1) @ self.layers.counts_before
+            np.minimum(peaks, least[ends] - least[begins] + theta, out=peaks)
+        raise_least_peaks(peaks, self.layers.kinds, self.tables, self.lending, in_flight_count)
+        return np.where((ends < widths) | (widths == 0), np.inf, peaks)
+
+    # ------------------------------------------------------------------- exact
+
+    def solve(self, cutoff: float) -> Solved | None:
+        """The optimum, or None when it is not below the cutoff."""
+        if self.fixed:
+            self._settle(self.fixed, np.inf)
+            return self._solved_plan(self.fixed)
+        best = None
+        while True:
+            cuts = self._optimistic(cutoff)
+            if cuts is None:
+                return best
+            self._settle(cuts.positions, cutoff)
+            plan = self._solved_plan(cuts.positions)
+            if plan is not None and plan.iteration_ns < cutoff:
+                best, cutoff = plan, plan.iteration_ns
+
+    def _settle(self, positions: tuple[int, ...], cutoff: float) -> None:
+        """Solve the stages between these positions as far as the cutoff asks.
+
+        A stage is solved only up to the time at which, with the others at what is known of them, the iteration would
+        reach the cutoff; when it cannot be faster, that much is noted as a bound.
+        """
+        spans = list(pairwise(positions))
+        signatures = [self.layers.signature(begin, end) for begin, end in spans]
+        for stage, signature in enumerate(signatures):
+            count = self.in_flight[stage]
+            known = self._known(signature, count)
+            if known is not None and known.settled:
+                continue
+            limit = cutoff if self.fixed else self._limit(stage, spans, cutoff)
+            if known is None or known.time < limit:
+                self._note(signature, count, limit)
+            known = self._known(signature, count)
+            if known is None or not known.settled:
+                break  # this cut cannot beat the cutoff
+
+    def _limit(self, stage: int, spans: list[tuple[int, int]], cutoff: float) -> float:
+        """The time a stage must stay below for the iteration to stay below the cutoff."""
+        if cutoff == np.inf:
+            return np.inf
+        others = [
+            self._matrix(self.in_flight[p])[end, end - begin] for p, (begin, end) in enumerate(spans) if p != stage
+        ]
+        slowest = max(others, default=0.0)
+        total, again = self.pace.total, self.pace.slowest
+        room = cutoff - total * sum(others)
+        as_follower = (room - again * slowest) / total
+        return float(as_follower if as_follower <= slowest else room / (total + again))
+
+    def _note(self, signature: Signature, in_flight_count: int, limit: float) -> None:
+        """Solve a stage below the limit and put the result in place of its bounds."""
+        whole = NEVER if limit == np.inf else int(np.ceil(limit))
+        problem = self._problem(signature, in_flight_count)
+        sharing = self.costs.borrowing(problem.kinds.tolist(), first=signature[0] < 0)
+        solution = solve_lending(problem, self.budget, min(whole, NEVER), self.lending, in_flight_count, sharing)
+        self.stages_solved += 1
+        time = float(solution.time) if solution else (np.inf if whole >= NEVER else float(whole))
+        self._solved.setdefault(signature, {})[in_flight_count] = _Known(time, solution)
+        for count, matrix in self._matrices.items():
+            self._patch(matrix, signature, count)
+
+    def _solved_plan(self, positions: tuple[int, ...]) -> Solved | None:
+        stages = []
+        for stage, (begin, end) in enumerate(pairwise(positions)):
+            known = self._known(self.layers.signature(begin, end), self.in_flight[stage])
+            if known is None or known.solution is None:
+                return None
+            stages.append(known.solution)
+        return Solved(iteration_ns([stage.time for stage in stages], self.pace), positions, tuple(stages))
+
+    def _known(self, signature: Signature, in_flight_count: int) -> _Known | None:
+        """What is known of a stage that holds this many micro-batches in flight.
+
+        More of them can only make a stage slower: what holds for fewer is a bound, and where fewer and more take equal
+        time, so does all between, with the choice for more.
+        """
+        by_count = self._solved.get(signature, {})
+        if in_flight_count in by_count and by_count[in_flight_count].settled:
+            return by_count[in_flight_count]
+        fewer = max((known.time for count, known in by_count.items() if count <= in_flight_count), default=None)
+        if fewer is None:
+            return None
+        if fewer == np.inf:
+            return _Known(np.inf, None)
+        more = [known for count, known in by_count.items() if count > in_flight_count and known.solution is not None]
+        reached = min(more, key=lambda known: known.time, default=None)
+        return reached if reached is not None and reached.time == fewer else _Known(fewer, None)
+
+    def _problem(self, signature: Signature, in_flight_count: int) -> StageProblem:
+        before, runs, last = signature
+        kinds = np.concatenate([np.full(length, kind) for kind, length in runs])
+        nothing = np.zeros_like(self.transfer[0])
+        return StageProblem(
+            kinds=kinds,
+            time=self.tables.time_ns,
+            memory=self.memory(in_flight_count),
+            transient=self.tables.transient_bytes,
+            layout_of=self.costs.layout_of,
+            change=self.change,
+            entry=nothing if before < 0 else self.transfer[before],
+            exit=nothing if last else self.transfer[runs[-1][0]],
+        )
+
+    def _patch(self, matrix: CutMatrix, signature: Signature, in_flight_count: int) -> None:
+        """Put what is known of a signature in place of its bounds, wherever it appears."""
+        known = self._known(signature, in_flight_count)
+        width = sum(length for _, length in signature[1])
+        if known is None or width >= matrix.shape[1]:
+            return
+        ends = self.layers.ends(signature)
+        matrix[ends, width] = known.time if known.settled else np.maximum(known.time, matrix[ends, width])

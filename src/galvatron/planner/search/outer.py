@@ -1,0 +1,255 @@
+"""The whole search: batch, pipeline degree, micro-batches, cuts and strategies together, with a proof.
+
+Paper Algorithm 1 loops over batch sizes and pipeline degrees and solves each; here every combination gets a cheap upper
+bound on its throughput, the most promising is refined first, and the search stops when no bound left is above the best
+plan found. That stop is the certificate: gap 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron.core.spec import Strategy
+from galvatron.planner.cost import NEVER, STATE_BYTES, CostModel, Pace, Schedule, StageCosts
+from galvatron.planner.search.bounds import Floats, hull_multipliers
+from galvatron.planner.search.combination import Combination, Layers, Solved
+from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.space import Space, divisors
+
+__all__ = ["Optimum", "Problem", "Proof", "least_budget", "search"]
+
+_CHUNK = 1_000_000
+"""Table entries priced at once when combinations are bounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is searched."""
+
+    cost: CostModel
+    space: Space
+    schedule: Schedule
+    budget: int
+    """Bytes for tensors on each device."""
+    batches: tuple[int, ...]
+    max_micro_batches: int | None = None
+    cuts: CutRule = CutRule.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Why nothing in the space is better."""
+
+    combinations: int
+    """Combinations of batch, pipeline degree and micro-batches in the space."""
+    opened: int
+    """Combinations whose cuts were looked at; the others were excluded by their first bound."""
+    solved: int
+    """Combinations solved exactly."""
+    stages_solved: int
+    rest_bound: float
+    """Highest throughput, in samples a nanosecond, that a combination not solved could have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best plan in the space."""
+
+    batch: int
+    pipeline_degree: int
+    micro_batches: int
+    solved: Solved
+    combination: Combination
+    proof: Proof
+
+    @property
+    def strategies(self) -> tuple[tuple[Strategy, ...], ...]:
+        """Strategy of each layer, by stage."""
+        of = self.combination.costs.strategies
+        return tuple(tuple(of[index] for index in stage.choice) for stage in self.solved.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A combination that is not excluded yet."""
+
+    pipeline_degree: int
+    batch: int
+    micro_batches: int
+
+
+def search(problem: Problem) -> Optimum | None:
+    """The plan with the highest throughput, or None when nothing fits.
+
+    Of plans that tie exactly the first met is kept; nothing in the search is random, so it is always the same one.
+    """
+    return _Search(problem).run()
+
+
+def least_budget(problem: Problem) -> int | None:
+    """The smallest budget in which some plan fits; None: nothing can be divided that way, whatever the budget.
+
+    Time plays no part, so this needs no search over strategies: each layer takes what needs least.
+    """
+    runs = _Search(problem)
+    pairs = ((b, d, m) for d in runs.stage_costs for b in problem.batches for m in runs.micro_batch_counts(b, d))
+    peaks = (runs.combination(batch, degree, count).least_peak() for batch, degree, count in pairs)
+    least = min(peaks, default=NEVER)
+    return None if least >= NEVER else int(least)
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        model, cluster = problem.cost.model, problem.cost.cluster
+        index = {kind.name: i for i, kind in enumerate(model.kinds)}
+        self.layers = Layers(np.array([index[layer.name] for layer in model.layers]), len(model.kinds))
+        self.stage_costs: dict[int, StageCosts] = {
+            degree: problem.cost.stage(problem.space.strategies(cluster.devices // degree), degree)
+            for degree in problem.space.pipeline_degrees(cluster.devices)
+            if degree <= len(model.layers)
+        }
+
+        self._balanced: dict[tuple[float, ...], tuple[int, ...]] = {}
+
+    def _positions(self, degree: int, batch: int) -> tuple[int, ...] | None:
+        """Cut positions by one of the paper's guidelines, or None where cuts are searched.
+
+        Only the repeated layers are balanced; embeddings, heads and other single layers go where they stand (unless no
+        layer is repeated: then all count).
+        """
+        rule = self.problem.cuts
+        if rule is CutRule.EXACT:
+            return None
+        cost, costs = self.problem.cost, self.stage_costs[degree]
+        kinds = cost.model.kinds
+        if rule is CutRule.LAYERS:
+            weights = np.ones(len(kinds))
+        elif rule is CutRule.PARAMETERS:
+            weights = np.array([kind.parameters for kind in kinds], dtype=np.float64)
+        elif rule is CutRule.MEMORY:
+            samples = batch / costs.devices
+            weights = np.array([STATE_BYTES * kind.parameters + samples * kind.activation_bytes for kind in kinds])
+        else:
+            weights = cost.forward_s()
+        repeated = self.layers.total > 1
+        weights = np.where(repeated, weights, 0.0) if repeated.any() else weights
+        key = (float(degree), *(weights / max(weights.max(), 1e-300)).tolist())
+        if key not in self._balanced:
+            self._balanced[key] = balanced_cuts(weights[self.layers.kinds], degree)
+        return self._balanced[key]
+
+    def run(self) -> Optimum | None:
+        heap = [
+            (-candidate.batch / bound, candidate.batch, candidate.pipeline_degree, candidate.micro_batches, 0)
+            for candidate, bound in self._first_bounds()
+        ]
+        total = len(heap)
+        heapq.heapify(heap)
+        opened: dict[tuple[int, int, int], Combination] = {}
+        best: tuple[int, int, Solved, Combination] | None = None
+        solved_count, rest_bound = 0, 0.0
+        while heap:
+            rank, batch, degree, micro_batches, tier = heapq.heappop(heap)
+            if best is not None and -rank * best[1] <= best[0]:
+                rest_bound = -rank
+                break
+            cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
+            key = (batch, degree, micro_batches)
+            if tier == 0:
+                opened[key] = self.combination(batch, degree, micro_batches)
+                bound = opened[key].bound()
+                if np.isfinite(bound):
+                    heapq.heappush(heap, (max(rank, -batch / bound), *key, 1))
+                continue
+            solved_count += 1
+            solved = opened[key].solve(cutoff)
+            if solved is not None and solved.iteration_ns < cutoff:
+                best = (batch, solved.iteration_ns, solved, opened[key])
+        if best is None:
+            return None
+        batch, _, solved, combination = best
+        proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
+        return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
+
+    def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
+        return Combination(
+            self.layers,
+            self.stage_costs[degree],
+            pipeline_degree=degree,
+            batch=batch,
+            micro_batches=micro_batches,
+            schedule=self.problem.schedule,
+            budget=self.problem.budget,
+            positions=self._positions(degree, batch),
+        )
+
+    def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
+        """Counts that divide the batch; a pipeline under 1F1B needs at least as many as stages."""
+        if degree == 1 and not self.problem.space.switches.accumulation:
+            return [1]
+        least = degree if self.problem.schedule is Schedule.ONE_F_ONE_B else 1
+        most = self.problem.max_micro_batches or batch
+        return [count for count in divisors(batch) if least <= count <= most]
+
+    def _undominated(self, degree: int) -> list[tuple[int, int]]:
+        """Pairs (batch, micro-batches) worth a look.
+
+        With the size of a micro-batch fixed, more of them spread the filling of the pipeline and the work done once an
+        iteration over more samples. Unless they all stay in memory (GPipe), the most micro-batches therefore win, and
+        for each size only the largest batch is kept; and that of a single one, which needs less memory.
+        """
+        pairs = [(b, m) for b in self.problem.batches for m in self.micro_batch_counts(b, degree)]
+        cuts_move = self.problem.cuts is CutRule.MEMORY  # with the batch
+        if degree > 1 and (cuts_move or self.problem.schedule is Schedule.GPIPE):
+            return pairs
+        most = {(batch // count, count == 1): (batch, count) for batch, count in sorted(pairs)}
+        return sorted(most.values())
+
+    def _first_bounds(self) -> Iterator[tuple[_Candidate, float]]:
+        """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
+        for degree, costs in self.stage_costs.items():
+            pairs = self._undominated(degree)
+            size = max(1, _CHUNK // (len(costs.strategies) * len(self.layers.total)))
+            for start in range(0, len(pairs), size):
+                chunk = pairs[start : start + size]
+                bounds = self._bounds_of(degree, costs, chunk)
+                for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
+                    if np.isfinite(bound):
+                        yield _Candidate(degree, batch, micro_batches), bound
+
+    def _bounds_of(self, degree: int, costs: StageCosts, pairs: Sequence[tuple[int, int]]) -> Floats:
+        """Bounds of many combinations of one pipeline degree at once.
+
+        All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
+        time of the slowest single layer.
+        """
+        batch = np.array([b for b, _ in pairs])
+        micro_batches = np.array([m for _, m in pairs])
+        tables = costs.tables(batch // micro_batches, micro_batches)
+        all_held = self.problem.schedule is Schedule.GPIPE and degree > 1
+        held = micro_batches if all_held else np.ones_like(micro_batches)
+        usable = tables.time_ns < NEVER
+        memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
+        transient = np.where(usable, tables.transient_bytes, NEVER).min(axis=2)
+        counts = self.layers.total
+        least_memory = memory.min(axis=2, keepdims=True)
+        room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
+        room = room - least_memory[:, :, 0] @ counts  # prices apply to what is above the least, to keep them accurate
+        memory = memory - least_memory
+        middle = len(pairs) // 2
+        lams = hull_multipliers(tables.time_ns[middle], memory[middle])
+        lams = lams[:: max(1, len(lams) // 12)]
+        total = np.full(len(pairs), -np.inf)
+        for lam in lams:
+            total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
+        slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
+        contention = self.problem.cost.cluster.compute_contention
+        paces = [Pace.of(degree, count, contention) for _, count in pairs]
+        again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)
+        bounds = np.array([pace.total for pace in paces]) * total + again
+        return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)

@@ -1,0 +1,290 @@
+"""One stage, exactly: a strategy for each layer, least time within a memory budget.
+
+The problem is a shortest path with a budget (paper Equation 1): minimise Σ time + Σ layout changes subject to
+Σ memory + max transient ≤ budget. The paper fills a table over quantised memory; here labels (partial assignments) are
+extended layer by layer and dropped when another is no worse in time and memory, or when a Lagrangian bound on the rest
+proves that they cannot beat the best solution known. What survives the last layer is optimal.
+
+Works on plain integer tables; knows nothing of models, devices or strategies.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.planner.cost import NEVER, Integers
+from galvatron.planner.search.bounds import Floats, hull_multipliers
+from galvatron.planner.search.choices import Choices, Useful
+from galvatron.planner.search.fill import Filling, fill
+from galvatron.planner.search.labels import STAND_IN, Filler, Labels
+
+__all__ = ["StageProblem", "StageSolution", "solve_stage"]
+
+_FAN = np.array([0.0, 0.35, 0.6, 0.8, 0.92, 1.0, 1.1, 1.3, 1.8, 3.0])
+"""Multiples of the best multiplier whose bounds are kept; several together are tighter than one."""
+_MANY = 24
+"""Equal layers from which on their choice is put off to the end."""
+_BEAMS = (12, 200)
+"""Widths of the beams that look for a good solution before all labels are kept."""
+_BOUND_SLACK = 0.5
+"""Times are whole: a bound within half a unit of the cutoff cannot hide an improvement, only rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageProblem:
+    """Tables of one stage. T kinds of layer, S strategies, K layouts."""
+
+    kinds: Integers
+    """(L,) the kind of each layer."""
+    time: Integers
+    """(T, S), NEVER where a strategy is not allowed."""
+    memory: Integers
+    """(T, S) what stays allocated for the whole iteration."""
+    transient: Integers
+    """(T, S) what is needed on top while the layer runs; only the largest counts."""
+    layout_of: Integers
+    """(S,) layout of each strategy."""
+    change: Integers
+    """(T, K, K) time to change layout after a layer of each kind, from row to column."""
+    entry: Integers
+    """(K,) time to receive the stage's input in the first layer's layout."""
+    exit: Integers
+    """(K,) time to receive the gradient of the stage's output in the last layer's layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSolution:
+    """An optimal assignment."""
+
+    time: int
+    choice: tuple[int, ...]
+    """Strategy index of each layer."""
+
+
+def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> StageSolution | None:
+    """The fastest assignment that fits, or None when none is faster than ``cutoff``.
+
+    The peak holds one largest transient θ. A θ turns the problem into one without transients: strategies that need more
+    are forbidden, and the budget is smaller by θ. Which θ is best is settled by branch and bound over ranges of them: a
+    range allows all that its largest θ allows, with the budget that its smallest θ leaves.
+    """
+    kinds = {
+        int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
+        for kind in dict.fromkeys(problem.kinds.tolist())
+    }
+    thetas, bounds = _transient_candidates(problem, kinds, budget)
+    heap = [(float(bounds.min()), 0, len(thetas))] if len(thetas) else []
+    best: StageSolution | None = None
+    while heap:
+        bound, first, last = heapq.heappop(heap)
+        if bound >= cutoff - _BOUND_SLACK:
+            break
+        path = _PathSolver(problem, kinds, thetas[last - 1], budget - thetas[first])
+        if last - first == 1:
+            solution = path.solve(cutoff)
+            if solution is not None:
+                best, cutoff = solution, solution.time
+            continue
+        bound = max(bound, path.bound)
+        middle = (first + last) // 2
+        for low, high in ((first, middle), (middle, last)):
+            heapq.heappush(heap, (max(bound, float(bounds[low:high].min())), low, high))
+    return best
+
+
+def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budget: int) -> tuple[list[int], Floats]:
+    """Useful θ in increasing order, each with a bound that ignores layout changes."""
+    if any(kind.time.size == 0 for kind in kinds.values()):
+        return [], np.empty(0)
+    smallest = max(int(kind.transient.min()) for kind in kinds.values())
+    thetas = np.array(sorted({theta for kind in kinds.values() for theta in kind.transient.tolist()}))
+    thetas = thetas[(thetas >= smallest) & (thetas <= budget)]
+    rows = list(kinds)
+    lams = hull_multipliers(problem.time[rows], problem.memory[rows])
+    counts = {index: int(np.count_nonzero(problem.kinds == index)) for index in kinds}
+    lightest = {index: int(kind.memory.min()) for index, kind in kinds.items()}
+    room = budget - thetas - sum(counts[index] * lightest[index] for index in kinds)
+    bounds = -lams[:, None] * room
+    extra = np.zeros(thetas.size, dtype=np.int64)
+    for index, kind in kinds.items():
+        order = np.argsort(kind.transient, kind="stable")
+        upto = np.searchsorted(kind.transient[order], thetas, side="right") - 1
+        memory = kind.memory[order] - lightest[index]
+        priced = kind.time[order] + lams[:, None] * memory
+        bounds += counts[index] * np.minimum.accumulate(priced, axis=1)[:, upto]
+        extra += counts[index] * np.minimum.accumulate(memory)[upto]
+    fits = extra <= room
+    return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
+
+
+class _PathSolver:
+    """The problem without transients: Σ memory ≤ budget."""
+
+    def __init__(self, problem: StageProblem, kinds: dict[int, Choices], theta: int, budget: int) -> None:
+        self.problem = problem
+        self.sequence = problem.kinds.tolist()
+        tables = {index: kind.useful(theta) for index, kind in kinds.items()}
+        least = {index: int(table.memory.min()) for index, table in tables.items()}
+        # What every choice of a layer needs is taken off both sides, so that prices times bytes stay accurate.
+        self.kinds = {index: table.lighter(least[index]) for index, table in tables.items()}
+        self.budget = budget - sum(least[kind] for kind in self.sequence)
+        self.layouts = problem.change.shape[1]
+        self.lams = _FAN * self._best_multiplier()
+        self.rest, self.bounds = self._completion_bounds()
+        self.deferred = self._deferred_class()
+
+    @property
+    def bound(self) -> float:
+        """No assignment takes less."""
+        return float(self.bounds.max())
+
+    def solve(self, cutoff: int) -> StageSolution | None:
+        """Best solution faster than the cutoff: first narrow beams for a good one, then all that could beat it."""
+        best = None
+        for width in (*_BEAMS, None):
+            if self.bound >= cutoff - _BOUND_SLACK:
+                break
+            found, complete = self._extend(cutoff, width)
+            if found is not None:
+                best, cutoff = found, found.time
+            if complete:
+                break
+        return best
+
+    def _promising(self, cutoff: int) -> dict[int, Useful]:
+        """Strategies that may be part of a solution below the cutoff.
+
+        Forcing a strategy on a layer raises the bound by at least what it costs more, at a multiplier's prices, than
+        the best strategy of the same layout.
+        """
+        promising = {}
+        for kind, table in self.kinds.items():
+            cost, least = table.priced(self.lams)
+            forced = self.bounds[:, None] + cost - np.repeat(least, table.count, axis=1)
+            promising[kind] = table.kept(forced.max(axis=0) < cutoff - _BOUND_SLACK)
+        return promising
+
+    def _best_multiplier(self) -> float:
+        """Maximiser of the Lagrangian bound when layout changes are ignored."""
+        counts = {kind: self.sequence.count(kind) for kind in self.kinds}
+
+        def bound(lams: Floats) -> Floats:
+            total: Floats = -lams * self.budget
+            for kind, table in self.kinds.items():
+                total += counts[kind] * (table.time + lams[:, None] * table.memory).min(axis=1)
+            return total
+
+        lams = np.concatenate([hull_multipliers(table.time[None], table.memory[None]) for table in self.kinds.values()])
+        return float(lams[int(bound(lams).argmax())])
+
+    def _completion_bounds(self) -> tuple[Floats, Floats]:
+        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and
+        (J,) the bounds on the whole path that they imply."""
+        entering = {}
+        for kind, table in self.kinds.items():
+            entering[kind] = np.full((len(self.lams), self.layouts), np.inf)
+            entering[kind][:, table.layouts] = table.priced(self.lams)[1]
+        rest = np.empty((len(self.sequence), len(self.lams), self.layouts))
+        after = np.tile(self.problem.exit.astype(np.float64), (len(self.lams), 1))
+        for layer in range(len(self.sequence) - 1, 0, -1):
+            rest[layer] = after
+            through = (after + entering[self.sequence[layer]])[:, None, :]
+            after = (through + self.problem.change[self.sequence[layer - 1]]).min(axis=2)
+        rest[0] = after
+        whole = (after + entering[self.sequence[0]] + self.problem.entry).min(axis=1) - self.lams * self.budget
+        return rest, whole
+
+    def _deferred_class(self) -> tuple[int, int] | None:
+        """(kind, layout) of the layers whose choice is put off, where one kind makes up a long stage.
+
+        Equal layers of one layout are exchangeable: choosing among them layer by layer would tell apart every order of
+        the same choices. Labels only count such layers, and ``search.fill`` chooses at the end.
+        """
+        kind, count = max(((kind, self.sequence.count(kind)) for kind in self.kinds), key=lambda item: item[1])
+        if count < _MANY:
+            return None
+        least = self.kinds[kind].priced(self.lams[_FAN == 1.0])[1][0]
+        return kind, int(self.kinds[kind].layouts[int(least.argmin())])
+
+    def _extend(self, cutoff: int, width: int | None) -> tuple[StageSolution | None, bool]:
+        """Labels layer by layer, at most ``width`` of them; and whether none had to be left out."""
+        complete = True
+        kinds = self._promising(cutoff)
+        if any(table.time.size == 0 for table in kinds.values()):
+            return None, complete
+        least = np.array([kinds[kind].memory.min() for kind in self.sequence])
+        least_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
+        filler = self._put_off(kinds)
+        labels = Labels.start(self.problem.entry)
+        history: list[tuple[NDArray[np.intp], Integers]] = []
+        for layer, kind in enumerate(self.sequence):
+            change = self.problem.change[self.sequence[layer - 1]] if layer else None
+            grown, parent, base = labels.extended(kinds[kind], change)
+            bound = grown.time + self._open_bounds(grown, filler, self.rest[layer])
+            needed = grown.memory + grown.put_off * filler.least_memory
+            chosen = np.nonzero((bound < cutoff - _BOUND_SLACK) & (needed <= self.budget - least_after[layer]))[0]
+            if width is not None and chosen.size > width:
+                chosen = chosen[np.argsort(bound[chosen], kind="stable")[:width]]
+                complete = False
+            if chosen.size == 0:
+                return None, complete
+            chosen = chosen[np.lexsort((grown.time[chosen], grown.memory[chosen], grown.put_off[chosen]))]
+            labels = grown.at(chosen)
+            history.append((parent[chosen], kinds[kind].strategy[base[chosen]]))
+        return self._finished(labels, filler, history, cutoff), complete
+
+    def _put_off(self, kinds: dict[int, Useful]) -> Filler:
+        """Replace the strategies of the deferred class, if there is one, by a stand-in that costs nothing yet."""
+        if self.deferred is None:
+            return Filler.none(self.lams)
+        kind, layout = self.deferred
+        table = kinds[kind]
+        here = table.layout == layout
+        if not here.any():
+            return Filler.none(self.lams)
+        first = int(here.argmax())
+        stand_in = np.arange(len(here)) == first
+        kinds[kind] = Useful(
+            np.where(stand_in, STAND_IN, table.strategy),
+            np.where(stand_in, 0, table.time),
+            np.where(stand_in, 0, table.memory),
+            table.layout,
+        ).kept(~here | stand_in)
+        return Filler.of(table.kept(here), self.lams)
+
+    def _open_bounds(self, labels: Labels, filler: Filler, rest: Floats | None) -> Floats:
+        """What each label still costs at least: layers put off, layers to come, less the budget's worth."""
+        open_cost = filler.priced[:, None] * labels.put_off + self.lams[:, None] * (labels.memory - self.budget)
+        if rest is not None:
+            open_cost = open_cost + rest[:, labels.layout]
+        bounds: Floats = open_cost.max(axis=0)
+        return bounds
+
+    def _finished(
+        self, labels: Labels, filler: Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
+    ) -> StageSolution | None:
+        """The best complete label after its layers put off are filled in."""
+        total = labels.time + self.problem.exit[labels.layout]
+        bounds = total + self._open_bounds(labels, filler, None)
+        best: tuple[int, Filling] | None = None
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if bounds[index] >= cutoff - _BOUND_SLACK:
+                break
+            put_off, room = int(labels.put_off[index]), self.budget - int(labels.memory[index])
+            filling = fill(filler.table.time, filler.table.memory, put_off, room, cutoff - int(total[index]))
+            if filling is not None:
+                best, cutoff = (index, filling), int(total[index]) + filling.time
+        if best is None:
+            return None
+        index, filling = best
+        late = [int(s) for s, n in zip(filler.table.strategy, filling.counts, strict=True) for _ in range(n)]
+        choice = []
+        for parents, strategies in reversed(history):
+            chosen = int(strategies[index])
+            choice.append(late.pop() if chosen == STAND_IN else chosen)
+            index = int(parents[index])
+        return StageSolution(cutoff, tuple(reversed(choice)))

@@ -1,0 +1,185 @@
+"""The space of strategies: decision trees, the paper's takeaways that prune them, and the named spaces searched.
+
+Paper Section 3.2. The baselines of Section 5.1 are restrictions of one space, so the same search answers for all of
+them. Extensions beyond the paper are switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations, product
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.strategy import Axis, Kind, Strategy
+
+__all__ = [
+    "EXTENDED",
+    "PAPER",
+    "RULES",
+    "SPACES",
+    "TAKEAWAY_1",
+    "TAKEAWAY_2",
+    "TAKEAWAY_3",
+    "Rule",
+    "Space",
+    "Switches",
+    "divisors",
+    "pipeline_degrees",
+    "space_named",
+    "tree",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of the space: what it says, and whether it merely prunes."""
+
+    name: str
+    statement: str
+    forbids: Callable[[Strategy], bool] | None = None
+    """What a pruning rule removes, which may be turned off; None: the rule is part of how the space is built."""
+
+    @property
+    def prunes(self) -> bool:
+        return self.forbids is not None
+
+
+TAKEAWAY_1 = Rule(
+    "takeaway-1",
+    "Pipeline stages are consecutive blocks of devices, so the pipeline crosses the slow links between islands.",
+)
+TAKEAWAY_2 = Rule(
+    "takeaway-2",
+    "Every parallelism divides devices into groups of equal size; only pipeline stages may differ in strategy.",
+)
+TAKEAWAY_3 = Rule(
+    "takeaway-3",
+    "DP and SDP are not combined in one layer.",
+    forbids=lambda strategy: strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1,
+)
+RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
+def pipeline_degrees(devices: int) -> tuple[int, ...]:
+    """Degrees of pipeline parallelism: applied first, it divides the devices into equal stages (Takeaway #2)."""
+    return divisors(devices)
+
+
+def tree(devices: int, kinds: Iterable[Kind] = tuple(Kind)) -> tuple[Strategy, ...]:
+    """All paths of the decision tree for a stage of this many devices, without any flag."""
+    if devices == 1:
+        return (Strategy(),)
+    kinds = tuple(kinds)
+    return tuple(
+        Strategy(tuple(Axis(kind, degree) for kind, degree in zip(order, degrees, strict=True)))
+        for depth in range(1, len(kinds) + 1)
+        for order in permutations(kinds, depth)
+        for degrees in _ordered_factors(devices, depth)
+    )
+
+
+def _ordered_factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        if number >= 2:
+            yield (number,)
+        return
+    for first in divisors(number):
+        if first >= 2:
+            for rest in _ordered_factors(number // first, parts - 1):
+                yield (first, *rest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """Extensions of the paper's space, each on or off; a plan records them."""
+
+    recompute: bool = False
+    """Each layer may keep only its input and run forward again."""
+    sequence_parallel: bool = False
+    """Each layer with TP may also divide what TP replicates along the sequence, where it has one."""
+    zero2: bool = False
+    """Each layer with DP may shard gradients and optimizer states."""
+    hybrid_sharding: bool = False
+    """DP over SDP in one layer: turns Takeaway #3 off."""
+    accumulation: bool = False
+    """Micro-batches without a pipeline: gradients accumulate over them."""
+
+
+PAPER = Switches()
+EXTENDED = Switches(recompute=True, sequence_parallel=True, zero2=True, hybrid_sharding=True, accumulation=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """A named set of strategies and pipeline degrees."""
+
+    name: str
+    title: str
+    kinds: frozenset[Kind] = frozenset(Kind)
+    pipeline: str = "any"
+    """Degrees of pipeline parallelism: "any", "none" (1), "all" (one device a stage) or "two"."""
+    fixed: bool = False
+    """3D: one strategy for all layers, 2-way TP inside DP inside a 2-way pipeline."""
+    switches: Switches = PAPER
+
+    def pipeline_degrees(self, devices: int) -> tuple[int, ...]:
+        if self.pipeline == "none":
+            return (1,)
+        if self.pipeline == "all":
+            return (devices,)
+        if self.pipeline == "two":
+            if devices % 4:
+                raise InvalidInput(
+                    f"space 3d combines 2-way TP and 2-way PP: {devices} devices are not a multiple of 4"
+                )
+            return (2,)
+        return pipeline_degrees(devices)
+
+    def strategies(self, devices: int) -> tuple[Strategy, ...]:
+        """Candidates for a layer in a stage of this many devices."""
+        if self.fixed:
+            data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
+            paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
+        else:
+            paths = tree(devices, [kind for kind in Kind if kind in self.kinds])
+        if not self.switches.hybrid_sharding:
+            paths = tuple(path for path in paths if not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(path)))
+        return tuple(flagged for path in paths for flagged in self._flagged(path))
+
+    def _flagged(self, path: Strategy) -> list[Strategy]:
+        has_dp, has_sdp = path.degree(Kind.DP) > 1, path.degree(Kind.SDP) > 1
+        shards = self.switches.zero2 and Kind.SDP in self.kinds  # a space without SDP shards nothing
+        zero2 = (False, True) if shards and has_dp and not has_sdp else (False,)
+        sequence = (False, True) if self.switches.sequence_parallel and path.degree(Kind.TP) > 1 else (False,)
+        recompute = (False, True) if self.switches.recompute else (False,)
+        return [
+            replace(path, zero2=z, sequence_parallel=s, recompute=r) for z, s, r in product(zero2, sequence, recompute)
+        ]
+
+
+SPACES = (
+    Space(name="full", title="every combination of DP, SDP, TP and PP"),
+    Space(name="dp", title="data parallelism on all devices", kinds=frozenset({Kind.DP}), pipeline="none"),
+    Space(name="tp", title="tensor parallelism on all devices", kinds=frozenset({Kind.TP}), pipeline="none"),
+    Space(name="pp", title="one device a pipeline stage", pipeline="all"),
+    Space(name="sdp", title="sharded data parallelism on all devices", kinds=frozenset({Kind.SDP}), pipeline="none"),
+    Space(name="3d", title="2-way PP over DP over 2-way TP, everywhere", pipeline="two", fixed=True),
+    Space(name="dp+tp", title="DP and TP, chosen layer by layer", kinds=frozenset({Kind.DP, Kind.TP}), pipeline="none"),
+    Space(name="dp+pp", title="DP inside pipeline stages", kinds=frozenset({Kind.DP})),
+)
+
+
+def space_named(name: str, switches: Switches = PAPER) -> Space:
+    for space in SPACES:
+        if space.name == name:
+            return replace(space, switches=switches)
+    known = "; ".join(f"{space.name} ({space.title})" for space in SPACES)
+    raise InvalidInput(f"space {name!r} is unknown; choose one of {known}")

@@ -1,0 +1,149 @@
+"""What a rank says of itself while it trains, and what can be concluded from what all of them say. No clock of another
+machine is compared with ours: a rank is as old as the time since *we* last saw its beat change."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Beat", "Sighting", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
+
+_WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
+_UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One rank's sign of life."""
+
+    rank: int
+    stage: int
+    host: str
+    """Its machine's name, for people."""
+    machine: str
+    """What tells machines apart whose processes are numbered separately (see :func:`this_machine`)."""
+    pid: int
+    number: int
+    """Counts up while the process runs."""
+    step: int
+    phase: str
+    """What the rank does in the step: data, forward and backward, optimizer, saving … or "done"."""
+    where: str
+    """The function its main thread is in."""
+    waiting: bool
+    """Whether that is a collective, so that it waits for others."""
+    memory_bytes: int
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: bytes | str) -> Beat:
+        return Beat(**json.loads(text))
+
+
+@dataclass(slots=True)
+class Sighting:
+    """The last beat of a rank, and when it changed, by our clock."""
+
+    beat: Beat
+    alive_at: float
+    moved_at: float
+
+    def see(self, beat: Beat, now: float) -> None:
+        if beat.number != self.beat.number:
+            self.alive_at = now
+        if (beat.step, beat.phase) != (self.beat.step, self.beat.phase):
+            self.moved_at = now
+        self.beat = beat
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which ranks hold up the job."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
+def judge(sightings: Sequence[Sighting], now: float, timeout_s: float, silence_s: float) -> Verdict | None:
+    """Whether somebody hangs: a rank that gives no sign for ``silence_s``, or a job in which nobody has moved for
+    ``timeout_s``.
+
+    Nobody is blamed for waiting in a collective if somebody else is not. A run's first step is left out, as long as it
+    takes (data are prepared, kernels chosen): ranks in step 0 need only be alive.
+    """
+    running = [sighting for sighting in sightings if sighting.beat.phase != "done"]
+    silent = [sighting for sighting in running if now - sighting.alive_at > silence_s]
+    if silent:
+        return Verdict(
+            _ranks(silent), f"{_named(silent)} given no sign of life for {silence_s:g} s{_others(running, silent)}"
+        )
+    training = [sighting for sighting in running if sighting.beat.step > 0]
+    if not training or len(training) < len(sightings) or any(now - each.moved_at <= timeout_s for each in training):
+        return None
+    busy = [sighting for sighting in training if not sighting.beat.waiting] or training
+    return Verdict(_ranks(busy), f"{_named(busy)} not moved on for {timeout_s:g} s{_others(running, busy)}")
+
+
+def _ranks(sightings: Sequence[Sighting]) -> tuple[int, ...]:
+    return tuple(sighting.beat.rank for sighting in sightings)
+
+
+def _named(sightings: Sequence[Sighting]) -> str:
+    listed = "; ".join(describe(sighting.beat) for sighting in sightings[:4])
+    more = f" and {len(sightings) - 4} more" if len(sightings) > 4 else ""
+    return f"{listed}{more}: {'has' if len(sightings) == 1 else 'have'}"
+
+
+def describe(beat: Beat) -> str:
+    """Which rank, and what it was doing."""
+    return (
+        f"rank {beat.rank} (stage {beat.stage}, process {beat.pid} on {beat.host}, step {beat.step}, {beat.phase}, "
+        f"in {beat.where})"
+    )
+
+
+def _others(running: Sequence[Sighting], blamed: Sequence[Sighting]) -> str:
+    places = {each.beat.where for each in running if each not in blamed and each.beat.waiting}
+    return f"; others wait for it in {', '.join(sorted(places))}" if places else ""
+
+
+def this_machine() -> str:
+    """Equal for processes that can see each other by number: of one kernel and one container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def where_am_i() -> tuple[str, bool]:
+    """The function the main thread is in, and whether it waits for other ranks there.
+
+    Backward on a GPU runs in a thread of its own, so all threads are asked; one that waits speaks for the process.
+    """
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    for frame in frames.values():
+        for each in _outwards(frame):
+            if any(part in each.f_code.co_filename for part in _WAITING_IN):
+                return each.f_code.co_name, True
+    innermost = next(_outwards(frames[main]), None) if main in frames else None
+    if innermost is None:
+        return "nothing", False
+    return f"{innermost.f_code.co_name} ({Path(innermost.f_code.co_filename).name}:{innermost.f_lineno})", False
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if not any(part in frame.f_code.co_filename for part in _UNTELLING):
+            yield frame
+        frame = frame.f_back

@@ -1,0 +1,143 @@
+"""Parameters that are whole on each rank (DP, TP alone, one device), and the reduction of their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from galvatron.runtime.collectives import scatter_into
+from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+
+__all__ = ["ReduceScatter", "ReplicatedUnit"]
+
+
+class ReduceScatter:
+    """What ``FSDPModule.set_custom_reduce_scatter`` takes, for one layer.
+
+    FSDP2 first asks for the input's memory on the computing stream, lets its own stream wait for that one, and asks
+    for the output's memory on its own stream. So whatever was freed on the computing stream is free for the output. The
+    output is a gradient until the optimizer has used it, and computing has waited for it by then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._computing = torch.cuda.current_stream(device)
+        self._stays = True
+
+    def expect(self, *, stays: bool) -> None:
+        """Before each backward. ``stays``: what it reduces becomes the gradient, instead of being added to it and freed
+        at once, perhaps long before the device has got there."""
+        self._computing = torch.cuda.current_stream(self._device)
+        self._stays = stays
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        current = torch.cuda.current_stream(device)
+        if not self._stays or current == self._computing:
+            return torch.empty(*size, dtype=dtype, device=device)
+        with torch.cuda.stream(self._computing):
+            output = torch.empty(*size, dtype=dtype, device=device)
+        output.record_stream(current)
+        return output
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work: dist.Work | None = scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
+
+
+_CHUNK_BYTES = 25 << 20
+"""Of one message: larger ones run slower over sockets, and delay what other groups send."""
+
+
+class ReplicatedUnit(Unit):
+    """One layer's parameters, whole on each rank of its DP group."""
+
+    def __init__(
+        self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None, *, masters: bool
+    ) -> None:
+        """``pairs``: each with the parameter in the module; ``masters``: whether that is a working copy in a narrower
+        type, or the master itself."""
+        self.locals = [local for local, _ in pairs]
+        self._group, self._masters = group, masters
+        self._works = [work for _, work in pairs]
+        self._flat: Tensor | None = None
+        self._last = False
+        self._missing = 0
+        self._sums: list[dist.Work] = []
+        for local, work in pairs:
+            if work.requires_grad:
+                # Weak references: a hook that holds its own parameter would keep it alive for ever.
+                work.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self), weakref.ref(local)))
+
+    def _take(self, local: LocalParameter, work: Tensor) -> None:
+        """A parameter's gradient for one micro-batch is there."""
+        if self._masters and work.grad is not None:
+            if local.master.grad is None:
+                local.master.grad = work.grad.to(local.master.dtype)
+            else:
+                local.master.grad += work.grad
+            work.grad = None
+        self._missing -= 1
+        if self._last and not self._missing:
+            self._start_sum()
+
+    def refresh(self) -> None:
+        if self._masters:
+            torch._foreach_copy_(
+                [work.detach() for work in self._works], [local.master.detach() for local in self.locals]
+            )
+
+    def begin(self) -> None:
+        if self._group is not None and all(local.master.grad is None for local in self.locals):
+            self._attach_gradients()
+
+    def _attach_gradients(self) -> None:
+        """Let all gradients be views of one buffer."""
+        masters = [local.master for local in self.locals if local.master.requires_grad]
+        if not masters:
+            return
+        if self._flat is None:
+            self._flat = masters[0].new_empty(sum(master.numel() for master in masters))
+        self._flat.zero_()
+        for master, view in zip(masters, self._flat.split([master.numel() for master in masters]), strict=True):
+            master.grad = view.view_as(master)
+
+    def end_evaluation(self) -> None:
+        pass  # nothing was gathered
+
+    def expect_backward(self, *, last: bool) -> None:
+        self._last = last and self._group is not None
+        self._missing = sum(work.requires_grad for work in self._works)
+
+    def _start_sum(self) -> None:
+        self._last = False
+        if self._flat is not None:
+            for chunk in self._flat.split(_CHUNK_BYTES // self._flat.element_size()):
+                work = dist.all_reduce(chunk, group=self._group, async_op=True)
+                assert work is not None
+                self._sums.append(work)
+
+    def finish(self) -> None:
+        if self._last:  # some parameter had no part in the loss
+            self._start_sum()
+        for work in self._sums:
+            work.wait()
+        self._sums = []
+
+
+def _accumulated(unit: weakref.ref[ReplicatedUnit], local: weakref.ref[LocalParameter], work: Tensor) -> None:
+    owner, parameter = unit(), local()
+    if owner is not None and parameter is not None:
+        owner._take(parameter, work)

@@ -1,0 +1,144 @@
+"""Sharded data parallelism (SDP, ZeRO-2, and DP over SDP) of one layer through PyTorch's FSDP2.
+
+SDP gathers a layer's parameters before its forward and again before its backward, and in every micro-batch reduces its
+gradient and keeps just the shard. ZeRO-2 keeps the gathered parameters until the iteration ends. With DP outside SDP,
+shards are summed over the DP axis once, after the last micro-batch. The optimizer gets the local shards as plain
+tensors, so that any fused optimizer takes all of a model's parameters in one group.
+
+All that is used of FSDP2 is in this module and in ``reduction.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from galvatron.runtime.data_parallel.replicated import ReduceScatter
+from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+
+# FSDP2 of torch 2.13 calls collectives by names that torch 2.13 warns about.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)`", FutureWarning
+)
+
+__all__ = ["ShardGroups", "ShardedUnit", "prefetch", "shard", "shard_root"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardGroups:
+    """Over which ranks a layer is sharded, and replicated outside of that."""
+
+    shard: ProcessGroup
+    replicate: ProcessGroup | None = None
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """With ``replicate``: the ranks of each replica."""
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        if self.replicate is None:
+            return DeviceMesh.from_group(self.shard, device_type, mesh_dim_names=("sdp",))
+        grid = torch.tensor(self.ranks)
+        groups = [self.replicate, self.shard]
+        return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sdp"))
+
+
+def shard(module: nn.Module, groups: ShardGroups, device_type: str, dtype: torch.dtype, *, reshard: bool) -> None:
+    """Divide a layer's parameters; computation is in ``dtype``, reduction and masters in the parameters' own type."""
+    wide = next(module.parameters()).dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype != wide else None, reduce_dtype=wide, cast_forward_inputs=False
+    )
+    fully_shard(
+        module,
+        mesh=groups.mesh(device_type),
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+    )
+    assert isinstance(module, FSDPModule)
+    # The loss is divided by the number of targets of the whole batch, so gradients are sums everywhere.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_root(stage: nn.Module, units: Sequence[ShardedUnit], device_type: str) -> None:
+    """Let the sharded layers of a stage share streams and prefetch each other; the stage itself owns nothing."""
+    managed = {parameter for unit in units for parameter in unit.module.parameters()}
+    ignored = {parameter for parameter in stage.parameters() if parameter not in managed}
+    fully_shard(stage, mesh=units[0].groups.mesh(device_type), reshard_after_forward=False, ignored_params=ignored)
+
+
+def prefetch(units: Sequence[ShardedUnit]) -> None:
+    """Gather each layer's parameters while the one before it computes."""
+    for first, second in pairwise(units):
+        first.fsdp.set_modules_to_forward_prefetch([second.fsdp])
+        second.fsdp.set_modules_to_backward_prefetch([first.fsdp])
+
+
+class ShardedUnit(Unit):
+    """One layer's parameters, divided over its SDP (or ZeRO-2) group."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ShardGroups,
+        pairs: list[tuple[LocalParameter, nn.Parameter]],
+        *,
+        zero2: bool,
+    ) -> None:
+        """``pairs``: each with FSDP2's sharded parameter, whose local part the master shares its memory with."""
+        self.module, self.groups, self.zero2 = module, groups, zero2
+        self.locals = [local for local, _ in pairs]
+        self._sharded = [parameter for _, parameter in pairs]
+        device = self._sharded[0].device
+        self._reduction = ReduceScatter(device) if device.type == "cuda" else None
+        if self._reduction is not None:
+            self.fsdp.set_custom_reduce_scatter(cast(Any, self._reduction))  # what it has to be has no public name
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def gather(self) -> None:
+        """Have the whole parameters at hand, for a layer that uses one of them."""
+        self.fsdp.unshard()
+
+    def refresh(self) -> None:
+        pass  # FSDP2 gathers from the masters
+
+    def begin(self) -> None:
+        for local, parameter in zip(self.locals, self._sharded, strict=True):
+            if local.master.grad is None:
+                parameter.grad = None
+
+    def end_evaluation(self) -> None:
+        self.fsdp.reshard()
+
+    def expect_backward(self, *, last: bool) -> None:
+        if self.zero2:
+            self.fsdp.set_reshard_after_backward(last)
+        if self.groups.replicate is not None:
+            self.fsdp.set_requires_all_reduce(last)
+        if self._reduction is not None:
+            first = all(parameter.grad is None for parameter in self._sharded)
+            self._reduction.expect(stays=first if self.groups.replicate is None else last)
+
+    def finish(self) -> None:
+        for local, parameter in zip(self.locals, self._sharded, strict=True):
+            local.master.grad = None if parameter.grad is None else local_part(parameter.grad)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory."""
+    assert isinstance(tensor, DTensor)
+    part: Tensor = tensor._local_tensor
+    return part

@@ -1,0 +1,139 @@
+"""Which rows of a micro-batch a rank holds, and Slice-Gather between layers that differ (paper Section 4).
+
+A layout is the set of digits of the rank that divide the rows. From A to B a rank slices its rows by the digits in B∖A,
+which sends nothing, and all-gathers over those in A∖B: the least volume there is. Backward of A→B is forward of B→A,
+because each rank holds the gradient of the whole loss by its own rows.
+
+Which rows those are follows from layer to layer: the first has them in the order of the batch, and each change takes
+them as they lie. Nothing is put back into order, so a change only asks for what its own two layouts need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from galvatron.core.spec import Layout, by_digits, gathered_digits
+from galvatron.runtime import collectives
+from galvatron.runtime.layout.groups import GroupPool, Position, spell
+
+__all__ = ["Change", "Placement", "Placements"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rows that each rank holds at one layer."""
+
+    layout: Layout
+    order: tuple[int, ...]
+    """All rows: those of the ranks whose digits spell 0, then 1, …"""
+
+    def numbers(self, index: int) -> tuple[int, ...]:
+        """The row numbers that rank ``index`` of the stage holds, in its order."""
+        each = len(self.order) // _size(self.layout)
+        first = spell(index, self.layout) * each
+        return self.order[first : first + each]
+
+    def take(self, whole: Tensor, index: int) -> Tensor:
+        """The rows of a whole micro-batch that rank ``index`` of the stage holds."""
+        numbers = self.numbers(index)
+        if numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+            return whole[numbers[0] : numbers[-1] + 1]
+        return whole[torch.tensor(numbers, device=whole.device)]
+
+    def changed(self, target: Layout) -> Placement:
+        """Where the rows lie after a change of layout.
+
+        Digit by digit they are seen as a grid, with an axis for each digit of this layout, then for those it is sliced
+        by, then for the rest. The pieces a rank gathers lie behind each other in what it has then.
+        """
+        if not by_digits(self.layout, target, len(self.order)):
+            return Placement(target, self.order)
+        axes = [*sorted(self.layout, reverse=True), *sorted(target - self.layout, reverse=True)]
+        wanted = [*sorted(target, reverse=True), *sorted(self.layout - target, reverse=True)]
+        grid = torch.tensor(self.order).view([axis.radix for axis in axes] + [-1])
+        grid = grid.permute([axes.index(axis) for axis in wanted] + [len(axes)])
+        return Placement(target, tuple(grid.flatten().tolist()))
+
+
+class Placements:
+    """The rows that each rank of a stage holds at each of its layers."""
+
+    def __init__(self, layouts: Sequence[Layout], rows: int) -> None:
+        """``layouts``: those of the stage's layers, in order; ``rows``: of the micro-batch."""
+        self.rows = rows
+        at = [Placement(layouts[0], tuple(range(rows)))]
+        for layout in layouts[1:]:
+            at.append(at[-1] if layout == at[-1].layout else at[-1].changed(layout))
+        self.at: tuple[Placement, ...] = tuple(at)
+        self.distinct: tuple[Placement, ...] = tuple(dict.fromkeys(at))
+        self.numbers: tuple[int, ...] = tuple(self.distinct.index(placement) for placement in at)
+        """Of each layer's placement among the distinct ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One direction of a change of layout, on this rank: slice, gather, slice."""
+
+    before: tuple[int, int]
+    """Which part of the rows is kept before the gather, of how many."""
+    group: ProcessGroup | None
+    after: tuple[int, int]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        rows = _part(rows, *self.before)
+        if self.group is not None:
+            rows = collectives.all_gather(rows, self.group)
+        return _part(rows, *self.after)
+
+
+def _part(rows: Tensor, number: int, parts: int) -> Tensor:
+    each = rows.shape[0] // parts
+    return rows[number * each : (number + 1) * each]
+
+
+class Change:
+    """From one layout to another, with gradients."""
+
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
+        """``rows``: of the micro-batch."""
+        self.free = source == target
+        if self.free:
+            return
+        self.forward = self._step(pool, position, rows, source, target)
+        self.backward = self._step(pool, position, rows, target, source)
+
+    @staticmethod
+    def _step(pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> _Step:
+        sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
+        before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
+        group = pool.along(position, gathered_digits(source, target, rows))
+        return _Step(before=before, group=group, after=after)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self.free:
+            return rows
+        changed: Tensor = _SliceGather.apply(rows, self)
+        return changed
+
+
+class _SliceGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, change: Change) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.change = change
+        changed = change.forward(rows)
+        # A slice that is a view would keep all the rows alive for as long as backward needs it.
+        return changed if changed.untyped_storage().nbytes() == changed.nbytes else changed.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        return ctx.change.backward(gradient.contiguous()), None
+
+
+def _size(digits: Layout) -> int:
+    return math.prod(digit.radix for digit in digits)

@@ -1,0 +1,1 @@
+"""Micro-batches through the stages."""

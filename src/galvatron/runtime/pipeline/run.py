@@ -1,0 +1,193 @@
+"""Runs micro-batches through one rank's stage in the order of the schedule, and talks to the neighbouring stages."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from galvatron.families.layer import Activations
+from galvatron.runtime.batches import LocalBatch
+from galvatron.runtime.pipeline.schedule import Action
+from galvatron.runtime.pipeline.stage import Stage
+from galvatron.runtime.pipeline.transfer import Crossing
+
+__all__ = ["Neighbours", "Pipeline", "Stopwatch"]
+
+
+class Stopwatch:
+    """Adds up the time spent under each name since the last :meth:`take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._spans.append((name, begin, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """The seconds by name; the next ones are counted anew. Waits for the device."""
+        if self._spans:
+            torch.cuda.synchronize()
+        for name, begin, end in self._spans:
+            self._seconds[name] += begin.elapsed_time(end) / 1e3
+        self._spans.clear()
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """The crossings of one stage; None at the ends of the pipeline."""
+
+    receive_forward: Crossing | None = None
+    send_forward: Crossing | None = None
+    receive_backward: Crossing | None = None
+    send_backward: Crossing | None = None
+
+
+@dataclass
+class _Pass:
+    """A micro-batch between its forward and its backward. Keeps no outputs: backward starts from their edges."""
+
+    inputs: Activations
+    edges: tuple[GradientEdge, ...] = ()
+    shapes: tuple[torch.Size, ...] = ()
+    loss: Tensor | None = None
+    """Of the last stage, over the number of targets."""
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """One stage of the pipeline."""
+
+    stage: Stage
+    neighbours: Neighbours
+    actions: Sequence[Action]
+    empty_inputs: Callable[[LocalBatch], Activations]
+    """Tensors to receive the stage's input in."""
+    device: torch.device
+    dtype: torch.dtype
+    expect_backward: Callable[[bool], None]
+    """Called before each backward, with whether it is the last."""
+    stopwatch: Stopwatch | None = None
+    """Takes the time of forward, backward and waiting for neighbours while there is one."""
+    _sending: dict[Crossing, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
+
+    def run(self, batch: LocalBatch, iteration: int) -> Tensor | None:
+        """Forward and backward of all micro-batches; in the last stage the loss of this rank's rows, over targets."""
+        passes: dict[int, _Pass] = {}
+        losses: list[Tensor] = []
+        left = sum(not action.forward for action in self.actions)
+        for action in self.actions:
+            self._let_go()
+            if action.forward:
+                inputs, outputs = self._forward(batch, action.micro_batch, iteration)
+                if self.neighbours.send_forward is None:
+                    passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
+                else:
+                    edges = tuple(get_gradient_edge(output) for output in outputs)
+                    passes[action.micro_batch] = _Pass(inputs, edges, tuple(output.shape for output in outputs))
+                del inputs, outputs
+            else:
+                left -= 1
+                self.expect_backward(left == 0)
+                done = passes.pop(action.micro_batch)
+                if done.loss is not None:
+                    losses.append(done.loss.detach())
+                self._backward(done)
+                batch.micro_batches[action.micro_batch].release()
+        self._finish_sending()
+        return torch.stack(losses).sum() if losses else None
+
+    def evaluate(self, batch: LocalBatch, iteration: int) -> Tensor | None:
+        """Forward only."""
+        losses: list[Tensor] = []
+        with torch.no_grad():
+            for number in range(len(batch.micro_batches)):
+                _, outputs = self._forward(batch, number, iteration)
+                if self.neighbours.send_forward is None:
+                    losses.append(outputs[0] / batch.targets)
+                batch.micro_batches[number].release()
+        self._finish_sending()
+        return torch.stack(losses).sum() if losses else None
+
+    def _forward(self, batch: LocalBatch, number: int, iteration: int) -> tuple[Activations, Activations]:
+        inputs: Activations = ()
+        if self.neighbours.receive_forward is not None:
+            inputs = self.empty_inputs(batch)
+            with self._timed("waiting"):
+                self.neighbours.receive_forward.receive(inputs)
+            for tensor in inputs:
+                tensor.requires_grad_(torch.is_grad_enabled())
+        with self._timed("forward"):
+            outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
+        if self.neighbours.send_forward is not None:
+            self._send(self.neighbours.send_forward, outputs)
+        return inputs, outputs
+
+    def _backward(self, done: _Pass) -> None:
+        with self._timed("backward"):
+            if done.loss is not None:
+                torch.autograd.backward(done.loss)
+            else:
+                torch.autograd.backward(done.edges, self._received(done.shapes))
+        if self.neighbours.send_backward is not None:
+            self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
+
+    def _received(self, shapes: Sequence[torch.Size]) -> Activations:
+        """The gradients of a micro-batch's outputs."""
+        assert self.neighbours.receive_backward is not None
+        gradients = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        with self._timed("waiting in backward"):
+            self.neighbours.receive_backward.receive(gradients)
+        return gradients
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.stopwatch is None else self.stopwatch(name)
+
+    def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
+        """Start sending. The send before it over this crossing is waited for: its receiver, which asked for it first,
+        cannot be waiting for this one. So no more than one is held, however late its receiver, and however far a
+        GPU's host runs ahead of it."""
+        self._wait_for(self._sending.pop(crossing, []))
+        self._sending.setdefault(crossing, []).extend(crossing.send(tensors))
+
+    def _let_go(self) -> None:
+        """Drop what has arrived."""
+        for crossing, pending in self._sending.items():
+            self._sending[crossing] = [(work, buffer) for work, buffer in pending if not work.is_completed()]
+
+    def _finish_sending(self) -> None:
+        for pending in self._sending.values():
+            self._wait_for(pending)
+        self._sending.clear()
+
+    @staticmethod
+    def _wait_for(pending: list[tuple[dist.Work, list[Tensor]]]) -> None:
+        for work, _ in pending:
+            work.wait()
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Of a stage's input; zero for one that has no part in the loss."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,0 +1,71 @@
+"""One stage on this rank: its layers in order, each with its strategy, and Slice-Gather between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from galvatron.families.layer import Activations, Layer
+from galvatron.runtime.batches import MicroBatch
+from galvatron.runtime.layout.change import FormChange
+from galvatron.runtime.randomness import LayerRandomness
+
+__all__ = ["Slot", "Stage"]
+
+
+class Slot(nn.Module):
+    """A layer as a stage runs it: with its random numbers, and recomputed in backward if its strategy says so.
+
+    This is what FSDP2 wraps, so that a recomputed layer's parameters are gathered once for both its passes.
+    """
+
+    def __init__(self, layer: Layer, randomness: LayerRandomness | None, *, recompute: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._randomness, self._recompute = randomness, recompute
+
+    def seed(self, seed: int) -> None:
+        """Draw from another seed from now on."""
+        if self._randomness is not None:
+            self._randomness.seed = seed
+
+    def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
+        def run(*tensors: torch.Tensor) -> Activations:
+            if self._randomness is not None:
+                self._randomness.begin(step if self.training else None)
+            output: Activations = self.layer(tensors, context)
+            return output
+
+        if not (self._recompute and torch.is_grad_enabled()):
+            return run(*activations)
+        # The layer seeds its generator itself, so no state needs to be stashed.
+        recomputed: Activations = checkpoint(run, *activations, use_reentrant=False, preserve_rng_state=False)
+        return recomputed
+
+
+class Stage(nn.Module):
+    """Consecutive layers on one group of devices."""
+
+    def __init__(self, slots: Sequence[Slot], placements: Sequence[int], changes: Sequence[FormChange | None]) -> None:
+        """``placements``: number of each layer's; ``changes``: before each layer; None before the first, which is given
+        its own form."""
+        super().__init__()
+        self.slots = nn.ModuleList(slots)
+        self._placements, self._changes = tuple(placements), tuple(changes)
+
+    def seed(self, seed: int) -> None:
+        """Let all layers draw from another seed from now on."""
+        for slot in self.slots:
+            assert isinstance(slot, Slot)
+            slot.seed(seed)
+
+    def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
+        for slot, placement, change in zip(self.slots, self._placements, self._changes, strict=True):
+            if change is not None:
+                activations = change(activations)
+            activations = slot(activations, micro_batch.context(placement), step)
+        return activations

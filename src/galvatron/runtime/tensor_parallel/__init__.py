@@ -1,0 +1,1 @@
+"""Layers split by tensor parallelism: rules applied, regions, the split vocabulary."""

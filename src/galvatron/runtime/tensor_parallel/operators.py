@@ -1,0 +1,137 @@
+"""The operators of tensor parallelism with their gradients: Megatron's g, and those of sequence parallelism.
+
+Each takes local tensors and the tensor-parallel group. Sequence is dim 1 of an activation (rows, tokens, features).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from galvatron.core.errors import InvalidInput
+from galvatron.runtime import collectives
+
+__all__ = [
+    "Gathering",
+    "Summing",
+    "gather_sequence",
+    "gathered",
+    "leave",
+    "slice_sequence",
+    "sum_sequence",
+]
+
+
+def leave(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """g: out of the split part; partial results of all ranks are summed."""
+    left: Tensor = _Leave.apply(tensor, group)
+    return left
+
+
+def sum_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """g with sequence parallelism: partial results are summed, each rank keeps its part of the tokens."""
+    part: Tensor = _SumSequence.apply(tensor, group)
+    return part
+
+
+def gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Out of sequence parallelism: all tokens. Every rank then computes the same, so backward just slices."""
+    whole: Tensor = _GatherSequence.apply(tensor, group)
+    return whole
+
+
+def slice_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Into sequence parallelism: this rank's tokens; backward gathers."""
+    part: Tensor = _SliceSequence.apply(tensor, group)
+    return part
+
+
+class Gathering:
+    """All tokens of a tensor divided along the sequence, under way; no gradient."""
+
+    def __init__(self, part: Tensor, group: ProcessGroup) -> None:
+        self._shape, self._ranks = part.shape, group.size()
+        self._pieces = collectives.Gather(part, group)
+
+    def result(self) -> Tensor:
+        rows, tokens, *tail = self._shape
+        pieces = self._pieces.result().view(self._ranks, rows, tokens, *tail)
+        return pieces.transpose(0, 1).reshape(rows, self._ranks * tokens, *tail)
+
+
+class Summing:
+    """This rank's tokens of the sum over the group, under way; no gradient."""
+
+    def __init__(self, whole: Tensor, group: ProcessGroup) -> None:
+        rows, tokens, *tail = whole.shape
+        pieces = whole.view(rows, group.size(), tokens // group.size(), *tail).transpose(0, 1)
+        joined = pieces.reshape(group.size() * rows, tokens // group.size(), *tail)
+        self._part = collectives.Scatter(joined, group)
+
+    def result(self) -> Tensor:
+        return self._part.result()
+
+
+def gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    """All tokens of a tensor divided along the sequence; no gradient."""
+    return Gathering(part, group).result()
+
+
+def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's tokens; no gradient."""
+    if whole.shape[1] % group.size():
+        raise InvalidInput(
+            f"batch: sequences of {whole.shape[1]} tokens cannot be divided over {group.size()} ranks, as +sp would; "
+            "pad them to a multiple"
+        )
+    tokens = whole.shape[1] // group.size()
+    return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        reduced = collectives.all_reduce(tensor, group)
+        if reduced is tensor:
+            ctx.mark_dirty(tensor)
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return Summing(tensor.contiguous(), group).result()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradient, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sliced(gradient, ctx.group), None
+
+
+class _SliceSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return sliced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradient, ctx.group), None

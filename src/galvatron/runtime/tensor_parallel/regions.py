@@ -1,0 +1,144 @@
+"""The split part of a layer: the modules that tensor parallelism puts in place of stock ones.
+
+A region is a stock module whose inputs are whole on each rank (or, with sequence parallelism, divided along the
+sequence) and whose weights are split. All projections of one input are computed together when the region is entered:
+in backward the sum of the input's gradient (Megatron's f) then travels while the weights' gradients are computed.
+Knows the operators; which modules are replaced is in ``tensor_parallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from galvatron.runtime import collectives
+from galvatron.runtime.tensor_parallel import operators
+
+__all__ = ["Entrance", "SplitColumns", "SplitRows"]
+
+
+class _Split(nn.Module):
+    """A projection whose weight is split; ``transposed`` for a ``Conv1D``, whose weight is (inputs, outputs)."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: ProcessGroup, *, transposed: bool
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.group, self.transposed = group, transposed
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.t() if self.transposed else self.weight
+
+
+class SplitColumns(_Split):
+    """Each rank computes its own output features, when the region around it is entered."""
+
+    def forward(self, entered: Tensor) -> Tensor:
+        outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
+        return outputs.pop(self)
+
+
+class SplitRows(_Split):
+    """Each rank computes a partial sum of all output features; the bias is added once, after the sum."""
+
+    sequence = False
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        partial = functional.linear(tensor, self.matrix)
+        leave = operators.sum_sequence if self.sequence else operators.leave
+        total = leave(partial, self.group)
+        return total if self.bias is None else total + self.bias
+
+
+class Entrance:
+    """Hooks of one region."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        readers: dict[str, Sequence[SplitColumns]],
+        *,
+        sequence: bool,
+        on_enter: Callable[[], None] | None,
+        on_leave: Callable[[], None] | None,
+    ) -> None:
+        """``readers``: for each argument that enters, the projections that read it; the first is passed by position or
+        by name."""
+        self._group, self._readers, self._sequence = group, readers, sequence
+        self._on_enter, self._on_leave = on_enter, on_leave
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        if self._on_leave is not None:
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._on_enter is not None:
+            self._on_enter()
+        if args:
+            args = (self._entered(args[0], next(iter(self._readers))), *args[1:])
+        named = {
+            name: self._entered(value, name) if name in self._readers and isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+        return args, named
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert self._on_leave is not None
+        self._on_leave()
+
+    def _entered(self, value: Tensor, argument: str) -> Tensor:
+        """Stands for the input inside the region: has its shape, and the projections that were made of it."""
+        readers = self._readers[argument]
+        parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
+        outputs = _Projections.apply(value, self._group, self._sequence, *parameters)
+        shape = list(value.shape)
+        if self._sequence:
+            shape[1] *= self._group.size()
+        # Whatever else would read it gets no numbers, rather than ones without a gradient.
+        stand_in = value.new_full((), torch.nan).expand(shape)
+        stand_in.projected = dict(zip(readers, outputs, strict=True))  # type: ignore[attr-defined]
+        return stand_in
+
+
+class _Projections(torch.autograd.Function):
+    """Linear projections of one input into split features.
+
+    Backward sums the input's gradient over the group beside the weights' gradients. With sequence parallelism only this
+    rank's part of the input is kept; it is gathered again beside the input's gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: ProcessGroup, sequence: bool, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.group, ctx.sequence = group, sequence
+        ctx.biased = [bias is not None for bias in biases]
+        ctx.save_for_backward(tensor, *weights)
+        whole = operators.gathered(tensor, group) if sequence else tensor
+        pairs = zip(weights, biases, strict=True)
+        return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, *weights = ctx.saved_tensors
+        again = operators.Gathering(tensor, ctx.group) if ctx.sequence else None
+        by_input = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            by_input += gradient @ weight
+        total = operators.Summing(by_input, ctx.group) if ctx.sequence else collectives.Sum(by_input, ctx.group)
+        del by_input
+        whole = (tensor if again is None else again.result()).flatten(0, -2)
+        by_parameters: list[Tensor | None] = []
+        for gradient, biased in zip(gradients, ctx.biased, strict=True):
+            flat = gradient.flatten(0, -2)
+            by_parameters += [flat.t() @ whole, flat.sum(0) if biased else None]
+        return total.result(), None, None, *by_parameters

@@ -1,0 +1,75 @@
+"""A vocabulary split over ranks: embedding and cross-entropy, without any rank ever holding all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from galvatron.families.layer import IGNORED
+from galvatron.runtime import collectives
+from galvatron.runtime.tensor_parallel import operators
+
+__all__ = ["SplitCrossEntropy", "SplitEmbedding"]
+
+
+class SplitEmbedding(nn.Module):
+    """Each rank looks up the words it holds; the vectors are summed."""
+
+    def __init__(self, weight: nn.Parameter, words: range, padding: int | None, group: ProcessGroup) -> None:
+        super().__init__()
+        self.weight = weight
+        self.words, self.group = words, group
+        self._padding = padding - words.start if padding is not None and padding in words else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mine = (ids >= self.words.start) & (ids < self.words.stop)
+        if not len(self.words):  # more ranks than rows: this one has nothing to look up
+            vectors = self.weight.sum() * mine.unsqueeze(-1).expand(*ids.shape, self.weight.shape[1])
+        else:
+            local = torch.where(mine, ids - self.words.start, 0)
+            vectors = functional.embedding(local, self.weight, self._padding) * mine.unsqueeze(-1)
+        return operators.leave(vectors, self.group)
+
+
+class SplitCrossEntropy(nn.Module):
+    """The sum of negative log-probabilities from logits split by vocabulary."""
+
+    def __init__(self, words: range, group: ProcessGroup) -> None:
+        super().__init__()
+        self.words, self.group = words, group
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.words, self.group)
+        return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, words: range, group: ProcessGroup) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        counted = labels != IGNORED
+        mine = counted & (labels >= words.start) & (labels < words.stop)
+        local = torch.where(mine, labels - words.start, 0).unsqueeze(-1)
+        highest = wide.amax(-1) if len(words) else wide.new_full(labels.shape, -torch.inf)
+        highest = collectives.maximum(highest, group)
+        shifted = wide - highest.unsqueeze(-1)
+        target = shifted.gather(-1, local).squeeze(-1) * mine if len(words) else torch.zeros_like(highest)
+        shares = shifted.exp_()
+        sums = collectives.all_reduce(torch.stack([shares.sum(-1), target]), group)
+        shares /= sums[0].unsqueeze(-1)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(shares, local, mine, counted)
+        losses: Tensor = (sums[0].log() - sums[1]) * counted
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, local, mine, counted = ctx.saved_tensors
+        by_logits = shares * (counted * gradient).unsqueeze(-1)
+        if by_logits.shape[-1]:
+            by_logits.scatter_add_(-1, local, (mine * -gradient).to(by_logits.dtype).unsqueeze(-1))
+        return by_logits.to(ctx.dtype), None, None, None

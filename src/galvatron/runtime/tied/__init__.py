@@ -1,0 +1,1 @@
+"""Weights that several layers use: inside a stage, and across stages."""

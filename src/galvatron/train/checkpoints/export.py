@@ -1,0 +1,161 @@
+"""Weights in Hugging Face's format, from a checkpoint or a model that trains: what ``from_pretrained`` loads.
+
+One parameter is in memory at a time, whatever the model's size, so one process without a GPU exports any checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention, Training
+from galvatron.families.build import build_meta
+from galvatron.families.saved import saved_names
+from galvatron.runtime.model import ParallelModel
+from galvatron.train.checkpoints.folder import Saved
+from galvatron.train.checkpoints.manifest import Manifest, SavedTensor, read_chunk
+from galvatron.train.checkpoints.storage import as_bytes, as_tensor
+from galvatron.train.checkpoints.together import together
+
+__all__ = ["export", "export_model"]
+
+_SHARD_BYTES = 5 * 10**9
+_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of types in safetensors."""
+
+
+def export(checkpoint: Saved, out: str | Path) -> None:
+    """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read."""
+    manifest = Manifest.read(checkpoint.path)
+    parameters = manifest.parameters
+    dtypes = {getattr(torch, own.dtype) for own in parameters.values()}
+    facts = _facts(manifest.plan, {name: own.shape for name, own in parameters.items()}, dtypes.pop())
+    _write(facts, ((name, _whole(checkpoint.path, own)) for name, own in parameters.items()), Path(out))
+
+
+def export_model(model: ParallelModel, out: str | Path) -> None:
+    """Write the weights of a model as it is now; call it on every rank. Rank 0 writes."""
+    whole = model.whole_parameters()
+
+    def write() -> None:
+        if model.rank == 0:
+            facts = _facts(model.plan.to_dict(), model.shapes, next(model.parameters()).dtype)
+            _write(facts, whole, Path(out))
+
+    def write_and_go_on() -> None:
+        try:
+            write()
+        finally:
+            for _ in whole:  # what rank 0 does not take after an error, or the others at all, must be gathered still
+                pass
+
+    together(dist.group.WORLD, write_and_go_on)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """All that is known before the first weight is read."""
+
+    config: Mapping[str, Any]
+    """The content of config.json."""
+    names: Mapping[str, str]
+    """In the files, by the stock model's; in the order they are written."""
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    def bytes(self, name: str) -> int:
+        return torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
+
+
+def _facts(plan: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> _Facts:
+    model = plan["model"]
+    if model["config"] is None:
+        raise InvalidInput(
+            f"model {model['name']!r} has no configuration in its plan (it was described by figures, or given in "
+            "memory), so there is no config.json to write"
+        )
+    stock: Any = build_meta(model["config"], Training(attention=Attention.EAGER), as_named=model["family"] == "generic")
+    dtype_name = str(dtype).removeprefix("torch.")
+    config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
+    config.pop("torch_dtype", None)  # the older name of the same field
+    return _Facts(config=config, names=saved_names(stock, list(shapes)), shapes=shapes, dtype=dtype)
+
+
+def _whole(folder: Path, saved: SavedTensor) -> Tensor:
+    whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    for chunk in saved.chunks:
+        block = as_tensor(read_chunk(folder, chunk), saved.dtype, chunk.sizes)
+        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[place] = block
+    return whole
+
+
+def _write(facts: _Facts, tensors: Iterable[tuple[str, Tensor]], out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInput(f"{out}: exists and is not empty; give the name of a new folder")
+    shards = _shards(facts)
+    files = [
+        "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    coming = iter(tensors)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, names in zip(files, shards, strict=True):
+            _write_shard(out / file, names, facts, coming)
+        if len(shards) > 1:
+            (out / "model.safetensors.index.json").write_text(_index(facts, shards, files), encoding="utf-8")
+        # Last, so that a folder that is not complete does not look like a model.
+        (out / "config.json").write_text(json.dumps(facts.config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{out}: cannot be written ({error.strerror or error})") from error
+
+
+def _shards(facts: _Facts) -> list[list[str]]:
+    """Names by file, none above the limit unless one parameter is."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in facts.shapes:
+        if shards[-1] and size + facts.bytes(name) > _SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += facts.bytes(name)
+    return shards
+
+
+def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[tuple[str, Tensor]]) -> None:
+    """A file of safetensors (its length, a header in JSON, the bytes), written as the tensors come."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + facts.bytes(name)
+        header[facts.names[name]] = {
+            "dtype": _TYPES[facts.dtype],
+            "shape": list(facts.shapes[name]),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name, (given, tensor) in zip(names, coming, strict=False):
+            assert name == given
+            file.write(as_bytes(tensor.detach().to("cpu").contiguous()))
+
+
+def _index(facts: _Facts, shards: list[list[str]], files: list[str]) -> str:
+    content = {
+        "metadata": {"total_size": sum(facts.bytes(name) for name in facts.shapes)},
+        "weight_map": {facts.names[name]: file for file, names in zip(files, shards, strict=True) for name in names},
+    }
+    return json.dumps(content, indent=2) + "\n"

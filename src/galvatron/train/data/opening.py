@@ -1,0 +1,144 @@
+"""From what a user says to data sets: which kind of data a path holds, and whether it fits the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.train.data.dataset import Dataset, split
+from galvatron.train.data.documents import StorySource, TextSource, text_source
+from galvatron.train.data.images import image_folder, saved_normalisation
+from galvatron.train.data.language import LanguageData, PackedStream
+from galvatron.train.data.objectives import SpanLengths, making_of
+from galvatron.train.data.synthetic import synthetic
+from galvatron.train.data.tokens import default_cache, pack, trained_on
+from galvatron.train.data.vocabulary import ByteTokenizer, SavedTokenizer, Tokenizer, has_tokenizer
+from galvatron.train.data.wanted import ImagesWanted, Objective, TokensWanted, wanted_by
+
+__all__ = ["Data", "check_paths", "open_data"]
+
+_STORIES = 4000
+"""Of the source "stories": a good megabyte."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on, and what it is evaluated on."""
+
+    train: Dataset
+    held_out: Dataset | None = None
+    tokenizer: Path | None = None
+    """Folder of the tokenizer, to be kept with the trained model; None for bytes, images and synthetic data."""
+
+
+def open_data(
+    spec: str | Path | None,
+    config: Mapping[str, Any],
+    training: Training,
+    *,
+    tokenizer: str | Path | None = None,
+    model_folder: Path | None = None,
+    seed: int = 0,
+    cache: Path | None = None,
+    held_out: float = 0.0,
+) -> Data:
+    """The data that ``spec`` names, for the model of this configuration (the content of a ``config.json``).
+
+    ``spec``: None or "synthetic"; "stories", generated English; or a path: for language models a file or folder of
+    ``.txt``, ``.jsonl``, ``.parquet`` or ``.arrow``, or what ``save_to_disk`` of Hugging Face's datasets wrote; for
+    image models a folder of class folders. ``tokenizer``: a folder, "bytes", or "train"; else that of
+    ``model_folder``, whose ``preprocessor_config.json`` also says how images are normalised. ``seed`` decides generated
+    data only. ``held_out`` is the share of samples kept for evaluation. Tokens are kept in ``cache``.
+    """
+    wanted = wanted_by(config, training)
+    spec = spec or "synthetic"
+    made_up = str(spec) == "synthetic"
+    if tokenizer is not None and (made_up or isinstance(wanted, ImagesWanted)):
+        raise InvalidInput(
+            f"tokenizer {str(tokenizer)!r}: {'synthetic data' if made_up else 'an image model'} needs none; leave it "
+            "out, or name the text to train a language model on"
+        )
+    evaluated: Dataset | None = None
+    folder = None
+    dataset: Dataset
+    if made_up:
+        dataset = synthetic(config, training, seed=seed)
+    elif isinstance(wanted, ImagesWanted):
+        root = _existing(spec)
+        if not root.is_dir():
+            raise InvalidInput(f"data {str(root)!r}: is a file; expected a folder of class folders with images")
+        normalisation = saved_normalisation(model_folder, wanted.channels)
+        dataset = image_folder(root, wanted, normalisation, augment=True)
+        evaluated = replace(dataset, augment=False)
+    else:
+        source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec))
+        cache = cache or default_cache()
+        chosen, folder = _tokenizer(tokenizer, model_folder, source, wanted, cache)
+        dataset = _text(source, chosen, wanted, cache)
+    if not held_out:
+        return Data(dataset, None, folder)
+    train, held = split(dataset, held_out, evaluated=evaluated)
+    return Data(train, held, folder)
+
+
+def check_paths(spec: str | Path | None, tokenizer: str | Path | None) -> None:
+    """Refuse data or a tokenizer that are not there; whether they fit the model is seen when they are opened."""
+    if spec is not None and str(spec) not in ("synthetic", "stories"):
+        _existing(spec)
+    if tokenizer is not None and str(tokenizer) not in ("bytes", "train"):
+        SavedTokenizer(Path(tokenizer))
+
+
+def _existing(spec: str | Path) -> Path:
+    path = Path(spec)
+    if not path.exists():
+        raise InvalidInput(
+            f"data {str(spec)!r}: no such file or folder, and nothing is fetched from a network; give a path, "
+            "'synthetic' or 'stories' (a dataset of the Hugging Face hub: download it, then give its folder)"
+        )
+    return path
+
+
+def _tokenizer(
+    given: str | Path | None, model_folder: Path | None, source: TextSource, wanted: TokensWanted, cache: Path
+) -> tuple[Tokenizer, Path | None]:
+    """The tokenizer, and its folder if it has one."""
+    if given is None and model_folder is not None and has_tokenizer(model_folder):
+        given = model_folder
+    if given is None and isinstance(source, StorySource):
+        given = "train"
+    if given is None:
+        raise InvalidInput(
+            f"data {source.name!r}: no tokenizer was given, and the model's folder has none; give the folder of one, "
+            "'bytes' (each byte a token), or 'train' (trained on this data)"
+        )
+    sentinels = SpanLengths.of(wanted.length).spans if wanted.objective is Objective.SPANS else 0
+    if str(given) == "bytes":
+        return ByteTokenizer(sentinels), None
+    if str(given) == "train":
+        trained = trained_on(source, cache, words=wanted.vocabulary, sentinels=sentinels)
+        return trained, trained.folder
+    saved = SavedTokenizer(Path(given))
+    return saved, saved.folder
+
+
+def _text(source: TextSource, tokenizer: Tokenizer, wanted: TokensWanted, cache: Path) -> LanguageData:
+    words = tokenizer.vocabulary.size
+    if words > wanted.vocabulary:
+        raise InvalidInput(
+            f"tokenizer: it has {words} tokens, the model's vocabulary {wanted.vocabulary}; take the model's own "
+            "tokenizer, 'train', or a model with a larger vocab_size"
+        )
+    making = making_of(wanted, tokenizer.vocabulary)
+    packed = pack(source, tokenizer, cache)
+    dataset = LanguageData(PackedStream(packed), making)
+    if not len(dataset):
+        raise InvalidInput(
+            f"data {source.name!r}: has {len(packed.tokens)} tokens; one sample takes {making.tokens}; give more text "
+            "or a shorter sequence length"
+        )
+    return dataset

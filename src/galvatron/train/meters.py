@@ -1,0 +1,131 @@
+"""Memory and time of a run, measured while it trains."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from galvatron.measure.rehearsal.memory import CpuMeter
+from galvatron.processes.stopping import Agreement
+from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.pipeline.run import Stopwatch
+from galvatron.train.report import RankTimes
+
+__all__ = ["IterationTimes", "PeakMemory", "used_bytes"]
+
+_METERED_STEPS = 2
+"""From before the model is built to the end of this step on the CPU: then optimizer states exist, and it was in use."""
+
+
+def used_bytes(device: torch.device) -> int:
+    """Most tensors had on a GPU so far; on the CPU what the process has of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class PeakMemory:
+    """Peak bytes of tensors, as the plan counts them. Made before the model.
+
+    A GPU's allocator counts by itself. On the CPU allocations are followed until the second step ends; the copies that
+    gloo makes count as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._meter: CpuMeter | None = None
+        self._peak = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._meter = CpuMeter()
+            self._meter.__enter__()
+            self._phase = self._meter.phase("training")
+            self._phase.__enter__()
+
+    def step_done(self, step_of_process: int) -> None:
+        if self._meter is not None and step_of_process >= _METERED_STEPS:
+            self._phase.__exit__(None, None, None)
+            self._meter.__exit__(None, None, None)
+            self._peak = self._meter.phases["training"].peak
+            self._meter = None
+
+    @property
+    def bytes(self) -> int | None:
+        """None while it is not known."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._peak or None
+
+
+_UNSETTLED = 2
+"""First steps of a process, which are slower."""
+_PARTS_OF = 10
+"""Steps of which the parts are taken: on a GPU that waits for the device after each."""
+
+
+class IterationTimes:
+    """Of one process."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._stack = ExitStack()
+        self._stopwatch: Stopwatch | None = None
+        self._iterations: list[float] = []
+        self._parts: list[tuple[float, float, float, float]] = []
+        self._count = 0
+        self._data_s = 0.0
+
+    @contextmanager
+    def step(self, *, plain: bool) -> Iterator[None]:
+        """One iteration; ``plain``: it neither saves nor evaluates, so its time counts."""
+        counts = plain and self._count >= _UNSETTLED
+        if counts and len(self._parts) < _PARTS_OF and self._stopwatch is None:
+            self._stopwatch = self._stack.enter_context(self._model.timed())
+        started = time.perf_counter()
+        yield
+        self.last_s = time.perf_counter() - started
+        self._count += 1
+        taken = self._stopwatch.take() if self._stopwatch is not None else {}
+        if not counts:
+            return
+        self._iterations.append(self.last_s)
+        if self._stopwatch is not None:
+            self._note(taken)
+        if len(self._parts) == _PARTS_OF:
+            self._stack.close()
+            self._stopwatch = None
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """While the next batch is fetched."""
+        started = time.perf_counter()
+        yield
+        self._data_s = time.perf_counter() - started
+
+    def _note(self, taken: dict[str, float]) -> None:
+        inside = taken.get("waiting in backward", 0.0)
+        work_s = taken.get("forward", 0.0) + taken.get("backward", 0.0) - inside
+        waiting_s = taken.get("waiting", 0.0) + inside
+        self._parts.append((work_s, waiting_s, self._data_s, self.last_s - work_s - waiting_s - self._data_s))
+
+    @property
+    def iteration_s(self) -> float | None:
+        """The median; None if there were too few steps."""
+        return statistics.median(self._iterations) if self._iterations else None
+
+    def of_all_ranks(self, memory_bytes: int, agreement: Agreement) -> list[RankTimes]:
+        """What each rank measured; all ranks must ask."""
+        medians = [statistics.median(part) for part in zip(*self._parts, strict=True)] or [0.0] * 4
+        mine = torch.tensor([*medians, float(memory_bytes)], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine, group=agreement.group)
+        listed = [[float(value) for value in each] for each in everyone]
+        return [RankTimes(work, waiting, data, rest, int(most)) for work, waiting, data, rest, most in listed]

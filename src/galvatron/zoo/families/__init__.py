@@ -1,1 +1,0 @@
-"""One file per architecture family: its hyper-parameters, and the layers they make."""
