@@ -21,7 +21,7 @@ from galvatron.runtime import whole as norm
 from galvatron.runtime.data_parallel import sharded, units
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit
-from galvatron.runtime.layout import rows as layout
+from galvatron.runtime.layout import slice_gather as layout
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.transfer import Side
 from galvatron.runtime.randomness import LayerRandomness

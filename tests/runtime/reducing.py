@@ -12,8 +12,7 @@ from parity import build
 from torch import Tensor
 
 import galvatron
-from galvatron.runtime.data_parallel.replicated import ReduceScatter
-from galvatron.runtime.data_parallel.sharded import ShardedUnit
+from galvatron.runtime.data_parallel.sharded import ReduceScatter, ShardedUnit
 
 __all__ = ["reduce"]
 

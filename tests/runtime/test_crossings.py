@@ -16,7 +16,7 @@ from traffic import Traffic
 from galvatron.core.spec import Form, LayerSpec, ModelSpec, Training
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.space import Space, Switches
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.slice_gather import Placements
 from galvatron.runtime.pipeline.transfer import Crossing, Side
 
 _FEATURES = 3

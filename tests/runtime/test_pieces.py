@@ -10,7 +10,7 @@ import torch
 from galvatron.core.spec import Kind
 from galvatron.planner.space import Space, Switches
 from galvatron.runtime.data_parallel.pieces import Cut, Piece, part_of
-from galvatron.runtime.layout.groups import Position, partition, ranks_along
+from galvatron.runtime.layout.groups import Position, ranks_along
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 64, 67])
@@ -59,7 +59,7 @@ def test_groups_differ_in_their_digits_alone(devices: int) -> None:
     for strategy in Space(name="full", title="", switches=Switches(hybrid_sharding=True)).strategies(devices):
         for kind in Kind:
             digits = strategy.digits(kind)
-            groups = partition(ranks, digits)
+            groups = list(dict.fromkeys(ranks_along(Position(ranks, rank), digits) for rank in ranks))
             assert sorted(rank for group in groups for rank in group) == list(ranks)
             assert {len(group) for group in groups} == {strategy.degree(kind)}
             others = strategy.digits(*Kind) - digits

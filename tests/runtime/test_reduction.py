@@ -14,7 +14,7 @@ from ranks import ranks
 from reducing import reduce
 from small_models import LAYERS, config
 
-from galvatron.runtime.data_parallel.replicated import ReduceScatter
+from galvatron.runtime.data_parallel.sharded import ReduceScatter
 
 CPU = torch.device("cpu")
 

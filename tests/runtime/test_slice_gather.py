@@ -15,9 +15,8 @@ from traffic import Traffic
 
 from galvatron.core.spec import Form, by_digits, gathered_digits
 from galvatron.planner.cost.slice_gather import form_rates
-from galvatron.runtime.layout.change import FormChange
-from galvatron.runtime.layout.groups import GroupKey, GroupPool, Position, partition
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.groups import GroupKey, GroupPool, Position, ranks_along
+from galvatron.runtime.layout.slice_gather import FormChange, Placements
 
 _FEATURES = 3
 _ELEMENT = 8
@@ -63,7 +62,7 @@ def _change(job: _Job) -> list[_Outcome]:
             a.sequence,
             b.sequence,
         )
-        for group in partition(range(world), digits)
+        for group in (ranks_along(Position(range(world), rank), digits) for rank in range(world))
     )
     pool = GroupPool(needed, torch.device("cpu"))
     return [outcome for stage in job.stages for outcome in _stage(job, stage, pool)]

@@ -20,9 +20,8 @@ from galvatron.runtime.data_parallel.pieces import Cut, Piece, part_of
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.layout.change import FormChange
-from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, ranks_along, spell, tie_group
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, layer_groups, ranks_along, spell, tie_group
+from galvatron.runtime.layout.slice_gather import FormChange, Placements
 from galvatron.runtime.pipeline.stage import Slot, Stage
 from galvatron.runtime.randomness import LayerRandomness, draws
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -124,7 +123,7 @@ class _Assembler:
     # Who computes what
 
     def _tensor_group(self, strategy: Strategy, randomness: LayerRandomness | None) -> TensorGroup | None:
-        group = self.pool.along(self.position, strategy.digits(Kind.TP))
+        group = self.pool.group(layer_groups(self.position, strategy).tensor)
         if group is None:
             return None
         return TensorGroup(
@@ -239,7 +238,7 @@ class _Assembler:
             if work is not parameter:
                 _set_everywhere(part.layer, parameter, work)
             pairs[name] = (self._local(part, name, parameter, frozenset(), None), work)
-        group = self.pool.along(self.position, part.strategy.digits(Kind.DP))
+        group = self.pool.group(layer_groups(self.position, part.strategy).data)
         narrow = self.settings.dtype != self.settings.master_dtype
         self.units.append(ReplicatedUnit(list(pairs.values()), group, masters=narrow))
         return {name: local for name, (local, _) in pairs.items()}
@@ -251,7 +250,7 @@ class _Assembler:
 
     def _shard(self, part: _Part, digits: frozenset[Digit]) -> dict[str, LocalParameter]:
         strategy, lends = part.strategy, self._lends(part.index)
-        groups = self._shard_groups(strategy, digits)
+        groups = self._shard_groups(strategy)
         heights = {name: parameter.shape[0] for name, parameter in part.layer.named_parameters()}
         shard(
             part.slot,
@@ -269,16 +268,15 @@ class _Assembler:
         self.units.append(ShardedUnit(part.slot, groups, list(pairs.values()), zero2=strategy.zero2))
         return {name: local for name, (local, _) in pairs.items()}
 
-    def _shard_groups(self, strategy: Strategy, digits: frozenset[Digit]) -> ShardGroups:
-        group = self.pool.along(self.position, digits)
+    def _shard_groups(self, strategy: Strategy) -> ShardGroups:
+        groups = layer_groups(self.position, strategy)
+        group, replicate = self.pool.group(groups.shard), self.pool.group(groups.data)
         assert group is not None
-        outer = frozenset() if strategy.zero2 else strategy.digits(Kind.DP)
-        replicate = self.pool.along(self.position, outer)
-        if replicate is None:
+        if replicate is None or strategy.zero2:
             return ShardGroups(shard=group)
         ranks = self.plan.ranks
-        rows = [ranks_along(Position(ranks, peer), digits) for peer in ranks_along(self.position, outer)]
-        return ShardGroups(shard=group, replicate=replicate, ranks=tuple(rows))
+        replicas = [layer_groups(Position(ranks, peer), strategy).shard.ranks for peer in groups.data.ranks]
+        return ShardGroups(shard=group, replicate=replicate, ranks=tuple(replicas))
 
     def _local(
         self, part: _Part, name: str, master: nn.Parameter, digits: frozenset[Digit], rows: range | None
@@ -321,7 +319,7 @@ class _Assembler:
     def _split_rows(self, part: _Part, name: str) -> SplitRowsOf:
         if part.tensor is None:
             return SplitRowsOf(None, (), split=False)
-        ranks = ranks_along(self.position, part.strategy.digits(Kind.TP))
+        ranks = layer_groups(self.position, part.strategy).tensor.ranks
         return SplitRowsOf(part.tensor.group, ranks, split=name in part.cuts)
 
 

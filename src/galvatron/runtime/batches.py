@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Batch, CutModel
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.slice_gather import Placements
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
 

@@ -36,7 +36,7 @@ from galvatron.runtime.layout.groups import (
     needed_groups,
     tie_group,
 )
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.slice_gather import Placements
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.run import Neighbours, Pipeline
 from galvatron.runtime.pipeline.schedule import actions

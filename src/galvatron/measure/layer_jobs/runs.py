@@ -24,7 +24,7 @@ from galvatron.processes.crew import Crew
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
-from galvatron.runtime.layout.rows import Placements
+from galvatron.runtime.layout.slice_gather import Placements
 
 __all__ = ["Bench"]
 

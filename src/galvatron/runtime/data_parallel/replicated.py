@@ -1,9 +1,13 @@
-"""Parameters that are whole on each rank (DP, TP alone, one device), and the reduction of their gradients."""
+"""Data parallelism with whole parameters (DP, and layers under TP alone or on one device).
+
+Gradients of the last micro-batch's backward are summed as soon as all of a layer's are there, beside the backward of
+the layers before it. Nothing is stored twice: gradients live in one flat buffer a layer, which is what is sent.
+(FSDP2's ``replicate`` does the same with a second copy of all parameters from forward to backward.)
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,51 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from galvatron.runtime.collectives import scatter_into
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 
-__all__ = ["ReduceScatter", "ReplicatedUnit"]
-
-
-class ReduceScatter:
-    """What ``FSDPModule.set_custom_reduce_scatter`` takes, for one layer.
-
-    FSDP2 first asks for the input's memory on the computing stream, lets its own stream wait for that one, and asks
-    for the output's memory on its own stream. So whatever was freed on the computing stream is free for the output. The
-    output is a gradient until the optimizer has used it, and computing has waited for it by then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._computing = torch.cuda.current_stream(device)
-        self._stays = True
-
-    def expect(self, *, stays: bool) -> None:
-        """Before each backward. ``stays``: what it reduces becomes the gradient, instead of being added to it and freed
-        at once, perhaps long before the device has got there."""
-        self._computing = torch.cuda.current_stream(self._device)
-        self._stays = stays
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        current = torch.cuda.current_stream(device)
-        if not self._stays or current == self._computing:
-            return torch.empty(*size, dtype=dtype, device=device)
-        with torch.cuda.stream(self._computing):
-            output = torch.empty(*size, dtype=dtype, device=device)
-        output.record_stream(current)
-        return output
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        work: dist.Work | None = scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return work
-
+__all__ = ["ReplicatedUnit"]
 
 _CHUNK_BYTES = 25 << 20
 """Of one message: larger ones run slower over sockets, and delay what other groups send."""

@@ -7,25 +7,29 @@ PyTorch demands. NCCL or gloo, whatever the default group runs on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Digit, Kind, Layout, Strategy, gathered_digits
+from galvatron.core.spec import Digit, Form, Kind, Layout, Strategy, gathered_digits
 from galvatron.families.layer import Tie
 from galvatron.planner.cost import Schedule
 
 __all__ = [
+    "ChangeGroups",
     "GroupKey",
     "GroupPool",
+    "LayerGroups",
     "Position",
     "StagePlan",
     "backward_group",
+    "change_groups",
     "forward_group",
+    "layer_groups",
     "needed_groups",
-    "partition",
     "ranks_along",
     "spell",
     "tie_group",
@@ -56,13 +60,6 @@ def ranks_along(position: Position, digits: Iterable[Digit]) -> tuple[int, ...]:
         zeroed = [index - index // digit.stride % digit.radix * digit.stride for index in indices]
         indices = [index + value * digit.stride for index in zeroed for value in range(digit.radix)]
     return tuple(sorted(position.ranks[index] for index in indices))
-
-
-def partition(ranks: Sequence[int], digits: Iterable[Digit]) -> list[tuple[int, ...]]:
-    """A stage's ranks in groups whose members differ in these digits only."""
-    digits = tuple(digits)
-    groups = (ranks_along(Position(ranks, rank), digits) for rank in ranks)
-    return list(dict.fromkeys(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +95,6 @@ class GroupPool:
         """A group that this rank is in."""
         return None if len(key.ranks) == 1 else self._groups[key]
 
-    def along(self, position: Position, digits: Iterable[Digit]) -> ProcessGroup | None:
-        """The group of the ranks that differ from this one in these digits only."""
-        return self.group(GroupKey(ranks_along(position, digits)))
-
 
 def _connect(group: ProcessGroup, device: torch.device) -> None:
     """NCCL connects a group when it is made, or, where the program did not name its device to PyTorch, when all members
@@ -129,17 +122,68 @@ class StagePlan:
         return any(use.layer in self.layers for use in tie.uses)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The groups of one layer that a rank is in."""
+
+    tensor: GroupKey
+    """Computes the layer together (TP); sequence parallelism divides sequences over it."""
+    data: GroupKey
+    """Holds the same parameters (DP)."""
+    shard: GroupKey
+    """Holds a part each of the parameters, or of gradients and states (SDP, ZeRO-2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeGroups:
+    """The groups through which activations change their layout between two layers."""
+
+    whole_sequence: GroupKey
+    """Gathers sequences that the first layer has divided; one rank where they stay as they are."""
+    forward_rows: GroupKey
+    """Gathers rows on the way forward."""
+    backward_rows: GroupKey
+    divided_sequence: GroupKey
+    """Divides sequences for the second layer."""
+
+
+def layer_groups(position: Position, strategy: Strategy) -> LayerGroups:
+    """The one place that says who communicates for a layer."""
+    return LayerGroups(
+        tensor=GroupKey(ranks_along(position, strategy.digits(Kind.TP))),
+        data=GroupKey(ranks_along(position, strategy.digits(Kind.DP))),
+        shard=GroupKey(ranks_along(position, strategy.sharding_digits)),
+    )
+
+
+def change_groups(position: Position, rows: int, source: Form, target: Form) -> ChangeGroups:
+    """… and between two layers; ``rows``: of a micro-batch."""
+    same = source.sequence == target.sequence
+    nobody: Layout = frozenset()
+    return ChangeGroups(
+        whole_sequence=GroupKey(ranks_along(position, nobody if same else source.sequence)),
+        forward_rows=GroupKey(ranks_along(position, gathered_digits(source.rows, target.rows, rows))),
+        backward_rows=GroupKey(ranks_along(position, gathered_digits(target.rows, source.rows, rows))),
+        divided_sequence=GroupKey(ranks_along(position, nobody if same else target.sequence)),
+    )
+
+
 def needed_groups(
     stages: Sequence[StagePlan], rows: int, ties: Sequence[Tie], schedule: Schedule
 ) -> Iterator[GroupKey]:
     """Groups inside the stages, between neighbouring stages, and of stages with copies of a tied weight.
 
-    ``rows``: of a micro-batch.
+    ``rows``: of a micro-batch. Those of all ranks, in an order that is the same for everyone.
     """
     for stage in stages:
-        for digits in dict.fromkeys(_digits(stage, rows)):
-            for ranks in partition(stage.ranks, digits):
-                yield GroupKey(ranks)
+        forms = [strategy.form for strategy in stage.strategies]
+        changes = [pair for pair in dict.fromkeys(pairwise(forms)) if pair[0] != pair[1]]
+        for rank in stage.ranks:
+            position = Position(stage.ranks, rank)
+            for strategy in dict.fromkeys(stage.strategies):
+                yield from _keys(layer_groups(position, strategy))
+            for source, target in changes:
+                yield from _keys(change_groups(position, rows, source, target))
     for boundary in range(len(stages) - 1):
         yield forward_group(stages, boundary)
         yield backward_group(stages, boundary, schedule)
@@ -147,6 +191,10 @@ def needed_groups(
         users = [stage for stage in stages if stage.uses(tie)]
         if len(users) > 1 or (users and tie.small):
             yield tie_group(users)
+
+
+def _keys(groups: LayerGroups | ChangeGroups) -> Iterator[GroupKey]:
+    return (getattr(groups, field.name) for field in fields(groups))
 
 
 def forward_group(stages: Sequence[StagePlan], boundary: int) -> GroupKey:
@@ -166,14 +214,3 @@ def tie_group(users: Sequence[StagePlan]) -> GroupKey:
     """The ranks of all stages that use a tied weight."""
     ranks = tuple(sorted(rank for stage in users for rank in stage.ranks))
     return GroupKey(ranks)
-
-
-def _digits(stage: StagePlan, rows: int) -> Iterator[Layout]:
-    before: Strategy | None = None
-    for strategy in stage.strategies:
-        if before is not None:
-            yield gathered_digits(before.layout, strategy.layout, rows)
-            yield gathered_digits(strategy.layout, before.layout, rows)
-        for kind in Kind:
-            yield strategy.digits(kind)
-        before = strategy

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.batches import MicroBatch
-from galvatron.runtime.layout.change import FormChange
+from galvatron.runtime.layout.slice_gather import FormChange
 from galvatron.runtime.randomness import LayerRandomness
 
 __all__ = ["Slot", "Stage"]

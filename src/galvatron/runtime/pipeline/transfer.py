@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from galvatron.core.spec import Form
 from galvatron.runtime.data_parallel.pieces import part_of
 from galvatron.runtime.layout.groups import spell
-from galvatron.runtime.layout.rows import Placement
+from galvatron.runtime.layout.slice_gather import Placement
 
 __all__ = ["Crossing", "Side"]
 

@@ -6,6 +6,10 @@ because each rank holds the gradient of the whole loss by its own rows.
 
 Which rows those are follows from layer to layer: the first has them in the order of the batch, and each change takes
 them as they lie. Nothing is put back into order, so a change only asks for what its own two layouts need.
+
+A layer with sequence parallelism takes and gives activations divided along the sequence; all others take whole
+sequences. Between layers of different forms the sequence is gathered, the rows change, and the sequence is divided
+again.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Layout, by_digits, gathered_digits
+from galvatron.core.spec import Form, Layout, by_digits
+from galvatron.families.layer import Activations
 from galvatron.runtime import collectives
-from galvatron.runtime.layout.groups import GroupPool, Position, spell
+from galvatron.runtime.layout.groups import GroupPool, Position, change_groups, spell
+from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["Change", "Placement", "Placements"]
+__all__ = ["FormChange", "Placement", "Placements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +103,17 @@ def _part(rows: Tensor, number: int, parts: int) -> Tensor:
     return rows[number * each : (number + 1) * each]
 
 
-class Change:
-    """From one layout to another, with gradients."""
+class RowChange:
+    """From one division of the rows to another, with gradients."""
 
-    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Form, target: Form) -> None:
         """``rows``: of the micro-batch."""
-        self.free = source == target
+        self.free = source.rows == target.rows
         if self.free:
             return
-        self.forward = self._step(pool, position, rows, source, target)
-        self.backward = self._step(pool, position, rows, target, source)
-
-    @staticmethod
-    def _step(pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> _Step:
-        sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
-        before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
-        group = pool.along(position, gathered_digits(source, target, rows))
-        return _Step(before=before, group=group, after=after)
+        groups = change_groups(position, rows, source, target)
+        self.forward = _step(position, rows, source.rows, target.rows, pool.group(groups.forward_rows))
+        self.backward = _step(position, rows, target.rows, source.rows, pool.group(groups.backward_rows))
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.free:
@@ -122,9 +122,15 @@ class Change:
         return changed
 
 
+def _step(position: Position, rows: int, source: Layout, target: Layout, group: ProcessGroup | None) -> _Step:
+    sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
+    before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
+    return _Step(before=before, group=group, after=after)
+
+
 class _SliceGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, change: Change) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, rows: Tensor, change: RowChange) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.change = change
         changed = change.forward(rows)
         # A slice that is a view would keep all the rows alive for as long as backward needs it.
@@ -133,6 +139,28 @@ class _SliceGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return ctx.change.backward(gradient.contiguous()), None
+
+
+class FormChange:
+    """From one form to another, with gradients."""
+
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Form, target: Form) -> None:
+        """``rows``: of the micro-batch."""
+        groups = change_groups(position, rows, source, target)
+        self._gather = pool.group(groups.whole_sequence)
+        self._rows = RowChange(pool, position, rows, source, target)
+        self._slice = pool.group(groups.divided_sequence)
+
+    def __call__(self, activations: Activations) -> Activations:
+        return tuple(self._changed(tensor) for tensor in activations)
+
+    def _changed(self, tensor: Tensor) -> Tensor:
+        if self._gather is not None:
+            tensor = operators.gather_sequence(tensor, self._gather)
+        tensor = self._rows(tensor)
+        if self._slice is not None:
+            tensor = operators.slice_sequence(tensor, self._slice)
+        return tensor
 
 
 def _size(digits: Layout) -> int:
