@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -35,3 +36,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         for world in sorted(worlds):
             ranks(world).run(int)
+    gc.collect()
+    gc.freeze()  # PyTorch and all tests: else the collector would go through them again and again

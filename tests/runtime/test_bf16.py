@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bf16_oracle import excess
+from longer import longer
 from oracle import Case, batches, first_weights
 from parity import plan_for, train
 from ranks import ranks
@@ -19,7 +20,7 @@ _PLANS = {
 }
 
 
-@pytest.mark.parametrize("family", _PLANS)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", longer("vit")])
 def test_bf16(family: str) -> None:
     case = Case(config=config(family), stages=_PLANS[family], micro_batches=2, dtype=torch.bfloat16)
     found = ranks(4).run(train, case, plan_for(case), first_weights(case), batches(case))

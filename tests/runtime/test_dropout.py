@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from dropping import FAMILIES, RATE, disagreement, drawn_alike, equal, observed, shared_by_rows, with_dropout
+from longer import longer
 from oracle import Case, batches, first_weights, stock_loss, stock_model
 from parity import plan_for
 from ranks import ranks
@@ -48,9 +49,9 @@ def test_attention_alone_differs_between_tensor_parallel_ranks() -> None:
     [
         ("dp2-tp2", [0, 2]),
         ("tp2-sdp2", [0, 1]),
-        ("dp4", [0, 1, 2, 3]),
+        longer("dp4", [0, 1, 2, 3]),
         ("sdp4", [0, 1, 2, 3]),
-        ("dp2-sdp2", [0, 1, 2, 3]),
+        longer("dp2-sdp2", [0, 1, 2, 3]),
     ],
 )
 def test_data_parallel_ranks_differ(strategy: str, different: list[int]) -> None:
@@ -85,7 +86,7 @@ def test_layers_micro_batches_and_iterations_draw_anew() -> None:
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [("gpt2", "dp2-tp2"), ("gpt2", "tp4+sp"), ("gpt2", "sdp4"), ("t5", "tp2-sdp2")],
+    [longer("gpt2", "dp2-tp2"), ("gpt2", "tp4+sp"), longer("gpt2", "sdp4"), ("t5", "tp2-sdp2")],
 )
 def test_recomputing_draws_the_same_again(family: str, strategy: str) -> None:
     """Gradients with recompute are bit-equal to those without."""
@@ -109,7 +110,7 @@ def test_a_seed_says_it_all() -> None:
         assert ours.generator_untouched
 
 
-@pytest.mark.parametrize(("strategy", "copies"), [("dp2-tp2", 2), ("sdp4", 1), ("tp4", 4)])
+@pytest.mark.parametrize(("strategy", "copies"), [("dp2-tp2", 2), longer("sdp4", 1), longer("tp4", 4)])
 def test_the_share_that_is_dropped(strategy: str, copies: int) -> None:
     """Within five standard deviations of the rate, over all ranks and all dropouts; copies drop alike."""
     masks = [mask for seen in observed(with_dropout("bert", strategy)) for mask in seen.masks]
@@ -125,7 +126,7 @@ def _evaluate(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, T
     return losses, torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("strategy", ["sdp2-tp2", "dp4"])
+@pytest.mark.parametrize("strategy", ["sdp2-tp2", longer("dp4")])
 def test_evaluation_drops_nothing(strategy: str) -> None:
     case = with_dropout("bert", strategy)
     (batch,) = batches(case)

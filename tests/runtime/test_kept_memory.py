@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from keeping import kept_by_forward, watch
+from longer import longer
 from oracle import Case, batches, first_weights
 from parity import plan_for
 from ranks import ranks
@@ -35,8 +36,8 @@ def _between(values: list[float]) -> list[float]:
     [
         # In fp32: a shard of parameters and one of gradients, whether forward or backward was last.
         ("sdp4+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
-        ("dp2-sdp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
-        ("sdp2-tp2+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
+        longer("dp2-sdp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
+        longer("sdp2-tp2+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
         # Parameters and gradients, no second copy of either.
         ("dp4+rc", 1 + 1, 1 + 1, 1 + 1),
         ("dp2-tp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from longer import longer
 from oracle import Case
 from parity import check
 from small_models import config
@@ -23,8 +24,8 @@ def _by_digits(stage: list[str], rows: int) -> list[bool]:
     ("stage", "lines_up"),
     [
         (["tp6", "sdp6", "dp3-tp2+rc", "tp3-dp2+zero2"], [True, True, True]),
-        (["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], [False, False, True]),
-        (["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], [True, False, True]),
+        longer(["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], [False, False, True]),
+        longer(["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], [True, False, True]),
         (["tp2-dp3", "tp3-sdp2", "dp2-tp3", "sdp6"], [False, False, False]),
     ],
 )
@@ -49,7 +50,7 @@ def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
     ("stages", "batch"),
     [
         ([["dp2-tp2", "tp2-dp2", "tp4+sp", "sdp2-tp2"]], 4),
-        ([["dp4-tp2", "tp2-dp4", "sdp2-tp4", "tp4-sdp2"]], 8),
+        longer([["dp4-tp2", "tp2-dp4", "sdp2-tp4", "tp4-sdp2"]], 8),
         ([["tp2-dp2", "dp2-tp2"], ["dp2-tp2", "tp2-sdp2"]], 4),
     ],
 )

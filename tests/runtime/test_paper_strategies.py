@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from longer import longer
 from oracle import Case
 from parity import check
 from small_models import config
@@ -16,6 +17,8 @@ _STRATEGIES = [
     for degree in _SPACE.pipeline_degrees(8)
     for strategy in _SPACE.strategies(8 // degree)
 ]  # fmt: skip
+_IN_FP32 = {(1, "sdp2-tp4"), (2, "tp2-dp2"), (4, "sdp2"), (8, "single")}
+"""One of each number of stages, and each kind in one of them."""
 
 
 def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
@@ -28,7 +31,7 @@ def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
         schedule="1f1b" if dtype == torch.float64 else "gpipe",
         dtype=dtype,
         clip=0.5,
-        steps=3 if dtype == torch.float64 else 2,
+        steps=2,
     )
 
 
@@ -39,11 +42,11 @@ def test_there_are_22() -> None:
 
 @pytest.mark.parametrize(("degree", "strategy"), _STRATEGIES)
 def test_exact_in_fp64(degree: int, strategy: str) -> None:
-    """Losses, norms, gradients and three AdamW steps; pipelines run 1F1B."""
+    """Losses, norms, gradients and two AdamW steps; pipelines run 1F1B."""
     check(_case(degree, strategy, torch.float64))
 
 
-@pytest.mark.parametrize(("degree", "strategy"), _STRATEGIES)
+@pytest.mark.parametrize(("degree", "strategy"), [own if own in _IN_FP32 else longer(*own) for own in _STRATEGIES])
 def test_close_in_fp32(degree: int, strategy: str) -> None:
     """In the precision that training has; pipelines run GPipe."""
     check(_case(degree, strategy, torch.float32))

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from longer import longer
 from oracle import Case
 from parity import check, spec_of
 from small_models import IMAGES, LAYERS, config
@@ -14,6 +15,8 @@ from galvatron.core.spec import Kind, LayerSpec, Strategy, by_digits
 from galvatron.planner.space import EXTENDED, Space
 
 _SEEDS = range(1, 21)
+_SHORT = (1, 8, 10, 11, 12, 15)
+"""Of these ``make test`` runs one a family, on four and on eight devices; the longer run has all."""
 _SPACE = Space(name="full", title="", switches=EXTENDED)
 
 
@@ -56,7 +59,7 @@ def _strategy(draw: random.Random, layer: LayerSpec, devices: int, rows: int) ->
     return str(draw.choice(fitting[draw.choice(list(fitting))]))
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("seed", [seed if seed in _SHORT else longer(seed) for seed in _SEEDS])
 def test_a_random_plan(seed: int) -> None:
     check(_case(seed))
 

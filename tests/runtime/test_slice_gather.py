@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from holdings import changed_rows, first_rows, flat_cluster, forms, part
+from longer import longer
 from ranks import ranks
 from traffic import Traffic
 
@@ -130,7 +131,7 @@ def _layouts(devices: int, rows: int) -> list[Form]:
     return [form for form in every if rows % form.parts == 0]
 
 
-@pytest.mark.parametrize("devices", [4, 6, 8])
+@pytest.mark.parametrize("devices", [4, 6, longer(8)])
 def test_all_pairs_of_forms(devices: int) -> None:
     """The volume is exactly what the planner charges. On 6 devices some pairs write ranks in two radices, and are
     gathered whole; the planner charges that too."""
@@ -165,7 +166,7 @@ def test_too_few_rows_for_both_layouts(devices: int, rows: int) -> None:
             assert outcome.forward_volume == 0
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(4, 2), (4, 8), (6, 6), (6, 12), (8, 4), (8, 16)])
+@pytest.mark.parametrize(("devices", "rows"), [(4, 2), longer(4, 8), (6, 6), longer(6, 12), longer(8, 4), (8, 16)])
 def test_each_change_of_a_stage_costs_what_it_would_alone(devices: int, rows: int) -> None:
     """Ten layers in random forms: however mixed they are, each pair of neighbours sends what it is charged."""
     rng = random.Random(devices * rows)

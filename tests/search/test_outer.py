@@ -44,9 +44,9 @@ def throughput(optimum: Optimum | None) -> Fraction:
 # ------------------------------------------------------------------------------------------------- the optimum itself
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 10))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_equals_brute_force(seed: int) -> None:
-    """420 problems, in the longer run 700: random models, clusters, spaces, switches, schedules and batches."""
+    """140 problems, in the longer run 700: random models, clusters, spaces, switches, schedules and batches."""
     feasible = binding = 0
     for trial in range(70):
         rng = np.random.default_rng((seed, trial))

@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.sparse as sparse
+from longer import longer
 from scipy.optimize import Bounds, LinearConstraint, milp
 from search_oracles import binding_budget, brute_stage, enumerate_stage, evaluate, random_stage, stage_costs, stage_of
 
@@ -32,9 +33,9 @@ def solved_time(problem: StageProblem, budget: int) -> int | None:
     return solution.time
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(3), *map(longer, range(3, 8))])
 def test_equals_brute_force_on_small_stages(seed: int) -> None:
-    """800 stages of up to 5 layers and 5 strategies, most of them with a budget that binds."""
+    """300 stages, in the longer run 800, of up to 5 layers and 5 strategies, most of them with a budget that binds."""
     rng = np.random.default_rng(seed)
     feasible = 0
     for _ in range(100):
@@ -47,9 +48,11 @@ def test_equals_brute_force_on_small_stages(seed: int) -> None:
     assert feasible > 40, "the instances test too little: most have no solution"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(2), *map(longer, range(2, 4))])
 def test_equals_the_table_on_larger_stages(seed: int) -> None:
-    """160 stages of up to 40 layers and 12 strategies, with many equal times: a tie resolved wrongly shows here."""
+    """80 stages of up to 40 layers and 12 strategies, with many equal times: a tie resolved wrongly shows here.
+
+    In the longer run 160."""
     rng = np.random.default_rng((1, seed))
     for _ in range(40):
         layers, strategies = int(rng.integers(6, 41)), int(rng.integers(2, 13))
@@ -60,9 +63,11 @@ def test_equals_the_table_on_larger_stages(seed: int) -> None:
         assert solved_time(problem, budget) == (table.time if table else None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, longer(1), longer(2)])
 def test_equals_the_table_on_long_runs_of_equal_layers(seed: int) -> None:
-    """90 stages of up to 70 layers, most of them equal: what treats such layers together must not lose a mixture."""
+    """30 stages of up to 70 layers, most of them equal: what treats such layers together must not lose a mixture.
+
+    In the longer run 90."""
     rng = np.random.default_rng((6, seed))
     for _ in range(30):
         layers, strategies = int(rng.integers(24, 71)), int(rng.integers(2, 11))
@@ -329,7 +334,7 @@ def test_equals_an_integer_program_on_96_layers(name: str, budget_gib: int) -> N
     assert solved_time(stage, budget) == _least_time_by_milp(stage, budget)
 
 
-@pytest.mark.parametrize(("name", "budget_gib"), [("bert", 8), ("swin", 8)])
+@pytest.mark.parametrize(("name", "budget_gib"), [("bert", 8), longer("swin", 8)])
 def test_equals_the_table_on_96_layers(name: str, budget_gib: int) -> None:
     """Where HiGHS needs minutes the table, exact in whole MiB, still answers."""
     stage = _large_stage(name)

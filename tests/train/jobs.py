@@ -5,6 +5,7 @@ They find what torchrun would give them: their numbers, and a store that outlive
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -39,7 +40,9 @@ _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     modelling = [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
-    context.set_forkserver_preload(["galvatron.train.worker", "torch._dynamo", "safetensors.torch", *modelling])
+    plans = ["galvatron.plans.reading", "pydantic.main", "pydantic.type_adapter"]
+    needed = ["galvatron.train.worker", "torch._dynamo", "safetensors.torch", *plans, *modelling]
+    context.set_forkserver_preload(needed)
     return context
 
 
@@ -126,6 +129,7 @@ def run_to_end(path: Path, plan: galvatron.Plan, settings: Settings) -> Job:
 def _rank(
     path: Path, rank: int, world: int, port: int, tamper: Callable[..., None] | None, args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what is inherited is never collected: looking at it would copy its pages
     log = os.open(path / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

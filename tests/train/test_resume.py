@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,9 +63,20 @@ def alone() -> list[float]:
     return losses
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """Runs under each plan that nothing happened to, each of them made once."""
+
+    @cache
+    def run(name: str) -> Job:
+        return run_to_end(tmp_path_factory.mktemp("whole"), _PLANS[name], _SETTINGS)
+
+    return run
+
+
 @pytest.mark.parametrize("name", ["pipeline", _slow("mixed"), _slow("tensor parallel"), _slow("sharded")])
-def test_any_plan_gives_the_same_curve(tmp_path: Path, name: str, alone: list[float]) -> None:
-    assert run_to_end(tmp_path, _PLANS[name], _SETTINGS).losses() == pytest.approx(alone, abs=1e-4)
+def test_any_plan_gives_the_same_curve(name: str, whole: Callable[[str], Job], alone: list[float]) -> None:
+    assert whole(name).losses() == pytest.approx(alone, abs=1e-4)
 
 
 def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at: int) -> list[float]:
@@ -75,10 +88,9 @@ def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at:
 
 
 @pytest.mark.parametrize("name", [_slow("mixed"), "pipeline"])
-def test_two_halves_are_the_whole_bit_for_bit(tmp_path: Path, name: str) -> None:
-    whole = run_to_end(tmp_path / "whole", _PLANS[name], _SETTINGS)
-    assert _interrupted(tmp_path / "halves", _PLANS[name], _PLANS[name], at=5) == whole.losses()
-    assert _weights(tmp_path / "halves") == _weights(tmp_path / "whole")
+def test_two_halves_are_the_whole_bit_for_bit(tmp_path: Path, name: str, whole: Callable[[str], Job]) -> None:
+    assert _interrupted(tmp_path, _PLANS[name], _PLANS[name], at=5) == whole(name).losses()
+    assert _weights(tmp_path) == _weights(whole(name).folder.path)
 
 
 def _weights(path: Path) -> dict[str, SavedTensor]:
