@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         InvalidInput,
         PlanMismatch,
         SaveFailed,
+        Unequal,
     )
     from galvatron.models.describe import describe
     from galvatron.plans.plan import Plan
@@ -35,6 +36,7 @@ __all__ = [
     "PlanMismatch",
     "SaveFailed",
     "Strategy",
+    "Unequal",
     "describe",
     "parallelize",
     "plan",
@@ -53,6 +55,7 @@ _HOMES = {
     "PlanMismatch": "galvatron.errors",
     "SaveFailed": "galvatron.errors",
     "Strategy": "galvatron.spec",
+    "Unequal": "galvatron.errors",
     "describe": "galvatron.models.describe",
     "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",
