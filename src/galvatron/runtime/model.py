@@ -19,6 +19,7 @@ from galvatron.runtime.loss import Loss
 from galvatron.runtime.norm import clip_, gradient_norm
 from galvatron.runtime.pipeline import Pipeline
 from galvatron.runtime.randomness import RandomState, restored
+from galvatron.runtime.replicas import compare_replicas
 from galvatron.runtime.state import whole
 from galvatron.runtime.stopwatch import Stopwatch
 from galvatron.runtime.units import LocalParameter, Unit
@@ -112,6 +113,10 @@ class ParallelModel:
         norm = self.gradient_norm()
         clip_(self.locals, norm, limit)
         return norm
+
+    def compare_replicas(self) -> None:
+        """Raise :class:`galvatron.Unequal` on all ranks if some that hold the same part of a parameter do not agree."""
+        compare_replicas(self.locals, self.device)
 
     # The whole model
 

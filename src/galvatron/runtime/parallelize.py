@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from galvatron.cost import Schedule
 from galvatron.errors import InvalidInput
 from galvatron.models.build import build_meta, without_weights
-from galvatron.models.generic import Loss
+from galvatron.models.generic import Generic, Loss
 from galvatron.models.layer import Batch, CutModel, Tie
 from galvatron.models.registry import cut as cut_model
 from galvatron.models.rules import Columns, Vocabulary
@@ -30,6 +30,7 @@ from galvatron.runtime.groups import GroupPool
 from galvatron.runtime.layout import Placements
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline import Neighbours, Pipeline
+from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.schedule import actions
 from galvatron.runtime.state import shapes_of
 from galvatron.runtime.transfer import Crossing, Side
@@ -53,6 +54,7 @@ def parallelize(
     dtype: torch.dtype | None = None,
     example: Batch | None = None,
     loss: Loss | None = None,
+    check: bool | None = None,
 ) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
@@ -60,16 +62,25 @@ def parallelize(
     None for the one the plan was made for. ``weights``: a folder of safetensors to start from, or another source;
     without it, and without weights in ``model``, they are initialised from ``seed``, to the same values under any plan.
     ``dtype``: compute in this instead of the plan's precision. ``example`` and ``loss`` are for models of unknown
-    family (see :func:`galvatron.models.registry.cut`). Raises :class:`galvatron.InvalidInput` before anything is
-    allocated if model, plan and number of processes do not go together.
+    family (see :func:`galvatron.models.registry.cut`). ``check``: first compare loss and gradients of a tiny copy
+    under the plan with the stock model's own (see :mod:`galvatron.runtime.verify`), which takes seconds; None: only for
+    models of unknown family. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan
+    and number of processes do not go together, and :class:`galvatron.Unequal` if that comparison fails.
     """
     join()
     report_failures()
     check_world(plan, dist.get_world_size())
-    cut = cut_model(_stock(model, plan), example, loss)
+    stock = _stock(model, plan)
+    cut = cut_model(stock, example, loss)
     check_model(plan, cut)
     source = _weights(cut, model, weights, seed)
     where = torch.device(device) if device is not None else own_device()
+    check_sources(source, where)
+    if isinstance(cut, Generic) if check is None else check:
+        from galvatron.runtime.verify import verify  # which runs a plan itself
+
+        given = model if isinstance(model, nn.Module) else stock
+        verify(given, plan, device=where, example=example, loss=loss)
     cap_memory(where, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = dtype or (torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from galvatron.checkpoints.checkpoints import Checkpoints
 from galvatron.data.dataset import Dataset, evaluation_batches
 from galvatron.data.loader import Loader
-from galvatron.errors import NonFinite
+from galvatron.errors import NonFinite, Unequal
 from galvatron.models.layer import IGNORED
 from galvatron.runtime.model import ParallelModel
 from galvatron.train.agreement import Agreement
@@ -86,6 +86,8 @@ class Loop:
             if evaluates:
                 figures["evaluation_loss"] = self._evaluate(step)
             self._show(step, figures)
+            if self._due(self.settings.compare_every or None, step):
+                self._compare_replicas(step)
             if saves or stopped:
                 self._save(step, wait=last or stopped)
             if stopped:
@@ -132,6 +134,15 @@ class Loop:
             self.folder.write_failure({"message": message, "step": step, **figures, "samples": indices})
         self.checkpoints.finish()
         raise NonFinite(message)
+
+    def _compare_replicas(self, step: int) -> None:
+        """Before a checkpoint of the step is written: a wrong one must not take the place of a right one."""
+        self.watch.at(step, "comparing replicas")
+        try:
+            self.model.compare_replicas()
+        except Unequal as error:
+            self.checkpoints.finish()
+            raise Unequal(f"step {step}: {error}") from None
 
     def _evaluate(self, step: int) -> float:
         """The mean loss over held-out samples, each batch weighed by its targets."""
