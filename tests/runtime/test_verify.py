@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from mutants import under
 from parity import cluster_of
 from ranks import ranks
 from torch import Tensor, nn
@@ -88,33 +89,19 @@ def _same(labels: Tensor) -> Tensor:
     return labels
 
 
-def _averaged() -> Callable[..., Tensor]:
-    from galvatron.runtime import collectives
-
-    whole = collectives.Sum.result
-
-    def result(self: collectives.Sum) -> Tensor:
-        under_way = self._work is not None
-        total = whole(self)
-        return total.div_(4) if under_way else total
-
-    return result
-
-
 _BREAKS: dict[str, tuple[str, Any]] = {
     "tied gradients lost": ("galvatron.runtime.assembly.resplit", _lost),
     "labels not shifted": ("galvatron.models.generic.next_tokens", _same),
-    "gradients averaged": ("galvatron.runtime.collectives.Sum.result", _averaged()),
 }
 
 
 def _left_behind(plan: galvatron.Plan) -> tuple[int, bool]:
     """Groups that were not given back, and whether the next random numbers are as without the comparison."""
-    known = set(dist.distributed_c10d._world.pg_map)
+    known, model = set(dist.distributed_c10d._world.pg_map), _model()
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    verify(_model(), plan, device=_CPU)
+    verify(model, plan, device=_CPU)
     new = set(dist.distributed_c10d._world.pg_map) - known
     return len(new), torch.equal(torch.rand(3), expected)
 
@@ -142,7 +129,6 @@ def test_passes_where_training_is_right(stages: list[list[str]]) -> None:
     [
         ("tied gradients lost", ["tp4", "dp4", "dp4", "dp4", "dp4", "dp4"], r"embed_tokens\.weight by"),
         ("labels not shifted", _MIXED, "its loss is"),
-        ("gradients averaged", ["dp4"] * 6, "gradients of .* parameters differ"),
     ],
 )
 def test_breaks_are_found_and_named_on_all_ranks(broken: str, strategies: list[str], says: str) -> None:
@@ -151,9 +137,14 @@ def test_breaks_are_found_and_named_on_all_ranks(broken: str, strategies: list[s
     assert found[0] is not None
     assert found[0].startswith("Qwen2ForCausalLM: ")
     assert "--space dp" in found[0]
-    import re
-
     assert re.search(says, found[0])
+
+
+@pytest.mark.parametrize("mutant", ["dp averages instead of summing", "sdp averages instead of summing"])
+def test_gradients_averaged_instead_of_summed_are_found(mutant: str) -> None:
+    found = ranks(4).run(under, mutant, _difference, _plan([_MIXED]))
+    assert found[0] is not None
+    assert re.search("gradients of .* parameters differ", found[0])
 
 
 def test_nothing_is_left_behind() -> None:
