@@ -285,12 +285,13 @@ def _one_process(trial: _Trial, batch: Batch, device: torch.device) -> _Answer:
     own = {name: tensor.to(device) for name, tensor in batch.items()}
     value = _own_loss(model, own, trial.loss)
     torch.autograd.backward(value)
-    if not math.isfinite(float(value)):
-        raise ValueError(f"its loss is {float(value)}")
+    mean = float(value.detach())
+    if not math.isfinite(mean):
+        raise ValueError(f"its loss is {mean}")
     named = model.named_parameters(remove_duplicate=False)
     gradients = {name: tensor.grad for name, tensor in named}
     found = {name: grad.detach().cpu() for name, grad in gradients.items() if grad is not None}
-    return _Answer(float(value), found)
+    return _Answer(mean, found)
 
 
 def _own_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
