@@ -85,7 +85,7 @@ def difference(
     ``model`` may be without weights if it is one of Hugging Face's. Raises :class:`NotChecked` on every rank if there
     is nothing to compare.
     """
-    with restored(device), _groups_given_back():
+    with restored(device), _exact(device), _groups_given_back():
         trial = _trial(model, plan, example, loss)
         answers, problem = None, None
         if dist.get_rank() == 0:
@@ -359,6 +359,22 @@ def _words(batch: str, wrong: str) -> str:
         f"{wrong}. This is a fault of Galvatron, so please report it with the plan. Until it is mended train under DP "
         "(galvatron plan --space dp), or, where that differs as well, give parallelize a loss of your own"
     )
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """Gradients on, and products in fp32 whatever the user allows for training: TF32 would differ by more than rounding."""
+    with torch.enable_grad():
+        if device.type != "cuda":
+            yield
+            return
+        allowed = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(allowed)
 
 
 @contextmanager
