@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         InvalidInput,
         PlanMismatch,
         SaveFailed,
+        Unequal,
     )
     from galvatron.core.spec import Cluster, ModelSpec, Strategy
     from galvatron.families.generic.describe import describe
@@ -35,6 +36,7 @@ __all__ = [
     "PlanMismatch",
     "SaveFailed",
     "Strategy",
+    "Unequal",
     "describe",
     "parallelize",
     "plan",
@@ -53,6 +55,7 @@ _HOMES = {
     "PlanMismatch": "galvatron.core.errors",
     "SaveFailed": "galvatron.core.errors",
     "Strategy": "galvatron.core.spec",
+    "Unequal": "galvatron.core.errors",
     "describe": "galvatron.families.generic.describe",
     "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",

@@ -16,7 +16,7 @@ import torch
 
 from galvatron.runtime.model import ParallelModel
 
-__all__ = ["Fault", "ask_to_stop", "fail", "fail_at", "spoil", "stall", "starve", "stop_if_settled"]
+__all__ = ["Fault", "alter", "ask_to_stop", "fail", "fail_at", "spoil", "stall", "starve", "stop_if_settled"]
 
 Fault = Callable[[ParallelModel], None]
 
@@ -53,6 +53,13 @@ def spoil(model: ParallelModel) -> None:
     """An infinite element in one gradient."""
     gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     gradient.view(-1)[0] = torch.inf
+
+
+def alter(model: ParallelModel) -> None:
+    """Other values in a parameter that other ranks hold too, as a faulty device would leave."""
+    local = next(local for local in model.locals if len(local.holders) > 1)
+    with torch.no_grad():
+        local.master.add_(1.0)
 
 
 def starve(model: ParallelModel) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from injecting import fail, fail_at, spoil, stall, starve
+from injecting import alter, fail, fail_at, spoil, stall, starve
 from jobs import Job, plan_of, run_to_end
 
-from galvatron.core.errors import NonFinite, OutOfMemory, RankFailure
+from galvatron.core.errors import NonFinite, OutOfMemory, RankFailure, Unequal
 from galvatron.train.checkpoints.folder import complete
 from galvatron.train.settings import Settings
 
@@ -101,6 +101,16 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_any_weight_changes
     again = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1))
     assert again.wait() == [0] * 4
     assert again.losses() == whole.losses()  # as if nothing had happened
+
+
+def test_a_replica_that_differs_stops_all_ranks_before_it_is_saved(tmp_path: Path) -> None:
+    settings = Settings(steps=6, save_every=1, compare_every=2)
+    job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), settings, fail_at, 1, 3, alter)
+    assert job.wait() == [Unequal.exit_status] * 4, job.logs()
+    message = _told(job)["message"]
+    assert message.startswith("step 4: replicas: ranks 0, 1 hold the same part of")
+    assert [saved.step for saved in complete(job.folder.checkpoints)] == [1, 2, 3]
+    assert job.logs().count("hold the same part of") == 1  # said once
 
 
 def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:

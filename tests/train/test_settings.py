@@ -27,6 +27,7 @@ from galvatron.train.settings import Decay, Settings, learning_rate
         ({"steps": 5, "warmup": 6}, "warmup: 6"),
         ({"evaluate_every": 2, "held_out": 0.0}, "held-out: 0"),
         ({"save_every": 0}, "save-every: 0"),
+        ({"compare_every": -1}, "compare-every: -1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(said: dict[str, Any], named: str) -> None:

@@ -11,6 +11,7 @@ import sys
 import typer
 
 from galvatron.cli import (
+    check,
     checkpoints,
     clusters,
     compare,
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (plan, train, explain, compare, rehearse, checkpoints, export, strategies, models, clusters):
+for verb in (plan, train, explain, compare, check, rehearse, checkpoints, export, strategies, models, clusters):
     app.command(verb.__name__.rpartition(".")[2])(verb.command)
 app.add_typer(profile.app, name="profile")
 

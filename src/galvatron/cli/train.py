@@ -47,6 +47,9 @@ def command(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints kept (default 3).")] = None,
+    compare_every: Annotated[
+        int | None, typer.Option(help="Steps between comparisons of replicas (default 100); 0: never.")
+    ] = None,
     max_restarts: Annotated[int, typer.Option(help="Start again from the last checkpoint so often.")] = 0,
     replan: Annotated[bool, typer.Option("--replan", help="With fewer devices left, plan anew and go on.")] = False,
     timeout: Annotated[str | None, typer.Option(help="A rank without a sign for so long hangs (5min).")] = None,
@@ -78,6 +81,7 @@ def command(
         "evaluate_every": evaluate_every,
         "save_every": save_every,
         "keep": keep,
+        "compare_every": compare_every,
         "timeout_s": None if timeout is None else parse_seconds(timeout, where="timeout"),
         "trace_step": trace,
         "tensorboard": tensorboard or None,

@@ -8,7 +8,8 @@
     ├── NonFinite         training met a loss or gradient that is no number (exit status 5)
     ├── RankFailure       a process of the job died or hangs (exit status 6)
     ├── OutOfMemory       a device's memory did not suffice (exit status 7)
-    └── SaveFailed        a checkpoint could not be written; earlier ones are as they were (exit status 8)
+    ├── SaveFailed        a checkpoint could not be written; earlier ones are as they were (exit status 8)
+    └── Unequal           what must be equal is not: a plan and the stock model, or replicas (exit status 9)
 
 A message says what was given, what was expected and what to do; the command line prints it without a traceback.
 """
@@ -25,6 +26,7 @@ __all__ = [
     "PlanMismatch",
     "RankFailure",
     "SaveFailed",
+    "Unequal",
 ]
 
 
@@ -85,3 +87,9 @@ class SaveFailed(GalvatronError):
     """A checkpoint could not be written; the message names the rank, the file and the cause."""
 
     exit_status = 8
+
+
+class Unequal(GalvatronError):
+    """A plan does not train as the stock model does, or ranks that must hold the same hold something else."""
+
+    exit_status = 9

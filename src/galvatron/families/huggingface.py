@@ -24,7 +24,7 @@ from galvatron.families.swin.facts import Swin
 from galvatron.families.t5.facts import T5
 from galvatron.families.vit.facts import Vit
 
-__all__ = ["HUGGINGFACE_TYPES", "model_of_config", "read_huggingface"]
+__all__ = ["HUGGINGFACE_TYPES", "model_of_config", "read_content", "read_huggingface"]
 
 _LABELS = 2
 """Classes of a configuration that names none."""
@@ -32,6 +32,11 @@ _LABELS = 2
 
 def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
     """Read a ``config.json``, or the one in a folder. The model keeps all of the file, known fields and others."""
+    return model_of_config(read_content(path), path / "config.json" if path.is_dir() else path, name, training)
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """The content of a ``config.json``, or of the one in a folder, of whatever architecture."""
     if path.is_dir():
         path = path / "config.json"
     try:
@@ -48,7 +53,7 @@ def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
         raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: holds a {type(content).__name__}; expected an object with a field model_type")
-    return model_of_config(content, path, name, training)
+    return content
 
 
 def model_of_config(content: dict[str, Any], path: Path, name: str, training: Training) -> ModelSpec:

@@ -8,7 +8,7 @@ are in ``galvatron.families.saved``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -170,6 +170,13 @@ class ModelWeights:
                     f"{type(source).__name__} in memory: {parameter.aliases[0]} is {given}; "
                     f"expected a tensor of shape {tuple(parameter.shape)}"
                 )
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """All that layers will be given, by stock names, tied ones once."""
+        for own in dict.fromkeys(own.aliases for layer in self._layers for own in layer):
+            found = _first(self._tensors, own)
+            if found is not None:
+                yield own[0], found
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         found = {own.name: _first(self._tensors, own.aliases) for own in self._layers[index]}

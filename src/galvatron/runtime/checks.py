@@ -14,7 +14,7 @@ from galvatron.families.huggingface import HUGGINGFACE_TYPES, model_of_config
 from galvatron.families.layer import CutModel
 from galvatron.planner.plan.plan import Plan
 
-__all__ = ["check_model", "check_world"]
+__all__ = ["check_model", "check_world", "kinds_of"]
 
 
 def check_world(plan: Plan, world: int) -> None:
@@ -39,7 +39,7 @@ def check_model(plan: Plan, cut: CutModel) -> None:
             f"model: it has {len(kinds)} layers, the plan for {plan.model.name!r} has {len(planned)}; layer {place} is "
             f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
-    ours = {kind.name: kind for kind in _kinds(plan, cut)}
+    ours = {kind.name: kind for kind in kinds_of(plan, cut)}
     for kind in plan.model.kinds:
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
@@ -56,7 +56,7 @@ def _at(kinds: list[str], place: int) -> str:
     return repr(kinds[place]) if place < len(kinds) else "missing"
 
 
-def _kinds(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
+def kinds_of(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
     """The model's own layers: from its configuration where the planner knows the family, else counted."""
     config: Any = getattr(cut.model, "config", None)
     if not isinstance(cut, Generic) and getattr(config, "model_type", None) in HUGGINGFACE_TYPES:

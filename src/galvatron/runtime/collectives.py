@@ -5,6 +5,10 @@ Functions return when their result may be used; the classes start a collective a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
@@ -13,7 +17,17 @@ from torch.distributed import ProcessGroup, ReduceOp
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-__all__ = ["Gather", "Scatter", "Sum", "all_gather", "all_reduce", "maximum", "reduce_scatter", "scatter_into"]
+__all__ = [
+    "Gather",
+    "Scatter",
+    "Sum",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "maximum",
+    "reduce_scatter",
+    "scatter_into",
+]
 
 
 class _Started:
@@ -71,3 +85,11 @@ def maximum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Elementwise maximum over the group, in place."""
     dist.all_reduce(tensor, op=ReduceOp.MAX, group=group)
     return tensor
+
+
+def all_gather_object(value: Any, device: torch.device) -> list[Any]:
+    """Everyone's value, in the order of ranks. NCCL sends it from the device that is current, which may be another."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(gathered, value)
+    return gathered

@@ -17,6 +17,7 @@ from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.pipeline.run import Pipeline, Stopwatch
 from galvatron.runtime.randomness import RandomState, restored
+from galvatron.runtime.replicas import compare_replicas
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
 
@@ -140,6 +141,10 @@ class ParallelModel:
         norm = self.gradient_norm()
         clip_(self.locals, norm, limit)
         return norm
+
+    def compare_replicas(self) -> None:
+        """Raise :class:`galvatron.Unequal` on all ranks if some that hold the same part of a parameter do not agree."""
+        compare_replicas(self.locals, self.device)
 
     # The whole model
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from galvatron.core.errors import NonFinite
+from galvatron.core.errors import NonFinite, Unequal
 from galvatron.families.layer import IGNORED
 from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch
@@ -82,6 +82,8 @@ class Loop:
             if evaluates:
                 figures["evaluation_loss"] = self._evaluate(step)
             self._show(step, figures)
+            if self._due(self.settings.compare_every or None, step):
+                self._compare_replicas(step)
             if saves or stopped:
                 self._save(step, wait=last or stopped)
             if stopped:
@@ -128,6 +130,15 @@ class Loop:
             self.folder.write_failure({"message": message, "step": step, **figures, "samples": indices})
         self.checkpoints.finish()
         raise NonFinite(message)
+
+    def _compare_replicas(self, step: int) -> None:
+        """Before a checkpoint of the step is written: a wrong one must not take the place of a right one."""
+        self.watch.at(step, "comparing replicas")
+        try:
+            self.model.compare_replicas()
+        except Unequal as error:
+            self.checkpoints.finish()
+            raise Unequal(f"step {step}: {error}") from None
 
     def _evaluate(self, step: int) -> float:
         """The mean loss over held-out samples, each batch weighed by its targets."""

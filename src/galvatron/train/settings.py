@@ -57,6 +57,8 @@ class Settings:
     """Steps between checkpoints; None: at the end only."""
     keep: int = 3
     """Checkpoints kept."""
+    compare_every: int = 100
+    """Steps between comparisons of the replicas of parameters; 0: never."""
     timeout_s: float = 300.0
     """A rank that gives no sign for so long hangs."""
     trace_step: int | None = None
@@ -130,6 +132,7 @@ _LEAST = {
     "evaluate_batches": 1,
     "save_every": 1,
     "keep": 1,
+    "compare_every": 0,
     "trace_step": 1,
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron.core.errors import GalvatronError, NonFinite, OutOfMemory
+from galvatron.core.errors import GalvatronError, NonFinite, OutOfMemory, Unequal
 from galvatron.core.units import format_bytes
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.environment import settle
@@ -62,6 +62,8 @@ def train_rank(path: Path) -> None:
         outcome = loop.run()
         _finish(folder, plan, loop, outcome)
     except BaseException as error:
+        if isinstance(error, Unequal) and rank == 0:
+            folder.write_failure({"message": str(error), "step": 0 if loop is None else loop.step})
         raise _said_to_all(error, plan, watch, rank, 0 if loop is None else loop.step + 1) from error
     watch.done()
     dist.destroy_process_group()
@@ -154,7 +156,7 @@ def _said_to_all(error: BaseException, plan: Plan, watch: Watch, rank: int, step
         watch.wait_for_the_end(_CUT_OFF_S)  # whoever finds the cause ends this process
     if _is_out_of_memory(error):
         error = OutOfMemory(_out_of_memory(error, plan, watch, rank, step))
-    if isinstance(error, NonFinite):  # which every rank finds at the same step
+    if isinstance(error, NonFinite | Unequal):  # which every rank finds at the same step
         watch.done()
         return error
     stage = _stages(plan)[rank]

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -47,12 +52,13 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
             calls=tuple(_faked(call, fake) for call in context.calls),
         )
         given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in fakes.calls])}
-        hidden, first = _measure(embedding, (), fakes, given)
-        hidden = hidden.detach().requires_grad_()
-        boundary = _bytes(hidden)
-        _, middle = _measure(blocks[0], (hidden,), fakes, given)
-        head((hidden,), fakes)  # so that the stand-ins for what precedes know their shapes and do no work below
-        _, last = _measure(head, (hidden,), fakes, given)
+        with _named_failures(type(model).__name__):
+            hidden, first = _measure(embedding, (), fakes, given)
+            hidden = hidden.detach().requires_grad_()
+            boundary = _bytes(hidden)
+            _, middle = _measure(blocks[0], (hidden,), fakes, given)
+            head((hidden,), fakes)  # so that the stand-ins for what precedes know their shapes and do no work below
+            _, last = _measure(head, (hidden,), fakes, given)
     seen: set[nn.Parameter] = set()
     specs = []
     for layer, work in ((embedding, first), *((block, middle) for block in blocks), (head, last)):
@@ -81,6 +87,24 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
         training=training,
         config=_config(model),
     )
+
+
+@contextmanager
+def _named_failures(name: str) -> Iterator[None]:
+    """A model that computes with values, which fake tensors do not have, cannot be described."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise InvalidInput(
+            f"{name}: the shape of what its operation {error.func} returns depends on values, so the model cannot be "
+            "traced without them; describe its layers in a .toml file (docs/models.md)"
+        ) from None
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InvalidInput(
+            f"{name}: cannot be traced with tensors that have shapes but no values ({reason}); describe its layers in "
+            "a .toml file (docs/models.md)"
+        ) from None
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
@@ -124,6 +148,7 @@ class _Work(TorchDispatchMode):
     def __init__(self, parameters: Iterable[Tensor], given: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        """At first of experts alone: torch's counter knows the others."""
         self.largest = 0
         self._left_out = given | {_storage(own) for own in parameters}
         self._saved: dict[int, Tensor] = {}
@@ -138,13 +163,18 @@ class _Work(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        made = self._experts(*args) if str(function) in _GROUPED else function(*args, **(kwargs or {}))
         taken = {_storage(own): own for own in _tensors((args, kwargs))}
         new = [own for own in _tensors(made) if _storage(own) not in taken]
         if new:
             inputs = [own for place, own in taken.items() if place not in self._left_out]
             self.largest = max(self.largest, sum(_bytes(own) for own in (*new, *inputs) if own.is_floating_point()))
         return made
+
+    def _experts(self, rows: Tensor, weights: Tensor, *_: Any) -> Tensor:
+        """Each row times the matrix of its expert: torch has neither shapes for all types nor counts for it."""
+        self.flops += 2 * rows.numel() * weights.shape[-1]
+        return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -167,6 +197,9 @@ def _attention_flops(
     return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
 
 
+_GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
+"""Products of rows with the matrices of their experts, by their names: the second exists only in some versions."""
+
 _FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
@@ -175,5 +208,5 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
     counter = FlopCounterMode(display=False, custom_mapping=_FUSED)
     with counter, saved_tensors_hooks(work.pack, lambda own: own), work:
         (made,) = layer(activations, context)
-    work.flops = counter.get_total_flops()
+    work.flops += counter.get_total_flops()
     return made, work

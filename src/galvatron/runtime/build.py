@@ -1,0 +1,167 @@
+"""Puts the parts of one rank together: its stage, its batches, its neighbours in the pipeline."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron.families.layer import CutModel, Tie
+from galvatron.families.rules import Columns, Vocabulary
+from galvatron.families.weights import Weights
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.plan import Plan
+from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.data_parallel.units import LocalParameter
+from galvatron.runtime.layout.groups import (
+    GroupPool,
+    StagePlan,
+    backward_group,
+    forward_group,
+    needed_groups,
+    tie_group,
+)
+from galvatron.runtime.layout.slice_gather import Placements
+from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.pipeline.run import Neighbours, Pipeline
+from galvatron.runtime.pipeline.schedule import actions
+from galvatron.runtime.pipeline.transfer import Crossing, Side
+from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
+from galvatron.runtime.whole import shapes_of
+
+__all__ = ["build"]
+
+
+def build(plan: Plan, cut: CutModel, settings: Settings, weights: Weights) -> ParallelModel:
+    """This rank's share of a model under a plan that was checked to go with it."""
+    return _Builder(plan, cut, settings).build(weights)
+
+
+class _Builder:
+    """Puts the parts of one rank together."""
+
+    def __init__(self, plan: Plan, cut: CutModel, settings: Settings) -> None:
+        self.plan, self.cut, self.settings = plan, cut, settings
+        self.rank = dist.get_rank()
+        self.shapes = shapes_of(cut)  # before any layer is split
+        self.schedule = Schedule(plan.schedule)
+        self.stages = tuple(
+            StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
+            for stage in plan.stages
+        )
+        self.placements = [
+            Placements([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
+        ]
+        self.pool = GroupPool(needed_groups(self.stages, plan.micro_batch, cut.ties, self.schedule), settings.device)
+        self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
+
+    @property
+    def stage(self) -> StagePlan:
+        return self.stages[self.number]
+
+    def build(self, weights: Weights) -> ParallelModel:
+        placements = self.placements[self.number]
+        assembly = assemble(self.cut, self.stage, self.stages, placements, self.pool, self.rank, weights, self.settings)
+        exchanges = self._exchanges(assembly)
+        index = self.stage.ranks.index(self.rank)
+        reader = Reader(
+            self.cut,
+            self._needs(),
+            placements,
+            index,
+            micro_batches=self.plan.micro_batches,
+            device=self.settings.device,
+            dtype=self.settings.dtype,
+        )
+        order = actions(self.schedule, self.number, len(self.stages), self.plan.micro_batches)
+
+        def expect_backward(last: bool) -> None:
+            for unit in assembly.units:
+                unit.expect_backward(last=last)
+
+        pipeline = Pipeline(
+            stage=assembly.stage,
+            neighbours=self._neighbours(),
+            actions=tuple(order),
+            empty_inputs=self._empty_inputs,
+            device=self.settings.device,
+            dtype=self.settings.dtype,
+            expect_backward=expect_backward,
+        )
+        last = self.stages[-1].strategies[-1]
+        return ParallelModel(
+            plan=self.plan,
+            pipeline=pipeline,
+            units=assembly.units,
+            reader=reader,
+            exchanges=exchanges,
+            loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
+            shapes=self.shapes,
+            device=self.settings.device,
+            dtype=self.settings.master_dtype,
+            seed=self.settings.seed,
+        )
+
+    def _needs(self) -> list[frozenset[str]]:
+        placements = self.placements[self.number]
+        needs: list[frozenset[str]] = [frozenset()] * len(placements.distinct)
+        for index, placement in zip(self.stage.layers, placements.numbers, strict=True):
+            needs[placement] |= self.cut.layers[index].inputs
+        return needs
+
+    def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
+        form = self.stage.strategies[0].form
+        rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
+        parts = form.parts // self.stage.strategies[0].data_degree
+        shapes = self.cut.carried(self.stage.first, batch.shapes)
+        return tuple(
+            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=self.settings.dtype, device=self.settings.device)
+            for shape in shapes
+        )
+
+    # Between stages
+
+    def _neighbours(self) -> Neighbours:
+        crossings: dict[str, Crossing] = {}
+        for first in range(len(self.stages) - 1):
+            if self.number not in (first, first + 1):
+                continue
+            here, there = self._side(first, -1), self._side(first + 1, 0)
+            sending = self.number == first
+            forward = self.pool.group(forward_group(self.stages, first))
+            backward = self.pool.group(backward_group(self.stages, first, self.schedule))
+            assert forward is not None
+            assert backward is not None
+            crossings["send_forward" if sending else "receive_forward"] = Crossing(here, there, self.rank, forward)
+            crossings["receive_backward" if sending else "send_backward"] = Crossing(there, here, self.rank, backward)
+        return Neighbours(**crossings)
+
+    def _side(self, number: int, layer: int) -> Side:
+        stage = self.stages[number]
+        placement = self.placements[number].at[layer]
+        return Side(ranks=stage.ranks, form=stage.strategies[layer].form, placement=placement)
+
+    def _exchanges(self, assembly: Assembly) -> list[tuple[LocalParameter, TieExchange]]:
+        """For each weight tied across stages of which this rank holds rows."""
+        exchanges = []
+        for number, tie in enumerate(self.cut.ties):
+            stages = [stage for stage in self.stages if stage.uses(tie)]
+            if tie.small or len(stages) == 1 or self.stage not in stages:
+                continue
+            group = self.pool.group(tie_group(stages))
+            assert group is not None
+            copies = [self._holdings(tie, stage) for stage in stages]
+            exchanges.append((assembly.owners[number], TieExchange(copies, self.rank, group)))
+        return exchanges
+
+    def _holdings(self, tie: Tie, stage: StagePlan) -> list[Holding]:
+        """Which rows of a stage's copy each of its ranks holds."""
+        use = next(use for use in tie.uses if use.layer in stage.layers)
+        layer = self.cut.layers[use.layer]
+        path = use.name.rpartition(".")[0]
+        splits = any(isinstance(rule, (Columns, Vocabulary)) and rule.path == path for rule in layer.rules)
+        strategy = stage.strategies[use.layer - stage.first]
+        owner = tie.uses[0]
+        rows = self.shapes[self.cut.layers[owner.layer].stock_name(owner.name)][0]
+        return holdings(stage.ranks, strategy, rows, splits=splits)

@@ -1,0 +1,326 @@
+"""Runs a tiny copy of a model on local CPU processes and compares it with the stock model: under a plan, or under one
+of each kind of strategy. The comparison is ``galvatron.runtime.verify``; no torch until the processes do it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.core.spec import LayerSpec, Strategy, Training
+from galvatron.families import load_cluster, load_model
+from galvatron.families.huggingface import HUGGINGFACE_TYPES, model_of_config, read_content
+from galvatron.families.presets import find_preset
+from galvatron.planner.cost import Schedule
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.record import (
+    FORMAT_VERSION,
+    ClusterFacts,
+    LayerRun,
+    MemoryUse,
+    ModelFacts,
+    PlannedLayer,
+    PlannedStage,
+    SpaceFacts,
+    TimeUse,
+)
+from galvatron.processes.helper import measured
+from galvatron.train.start import is_plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from galvatron.families.layer import CutModel
+    from galvatron.processes.crew import Crew
+
+__all__ = ["Verdict", "check"]
+
+_DEVICES, _MOST_DEVICES = 4, 16
+_Stages = list[list[str]]
+"""For each stage, the strategies of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How training under one plan compares with one process."""
+
+    name: str
+    equal: bool | None
+    """None: it was not run."""
+    reason: str = ""
+    """Why not, or in which way it differs."""
+
+
+def check(source: str, devices: int | None = None) -> list[Verdict]:
+    """Compare a plan file, or a model (preset, configuration or folder) under strategies for so many processes."""
+    job = _job(source, devices)
+    with _without_gpus():
+        found: list[Verdict] = measured(job, None)
+    return found
+
+
+def _job(source: str, devices: int | None) -> _Job:
+    if is_plan(source):
+        plan = Plan.load(source)
+        if devices is not None and devices != plan.cluster.devices:
+            raise InvalidInput(f"devices: {devices} given, but {source} is for {plan.cluster.devices}; leave it out")
+        if plan.model.config is None:
+            raise InvalidInput(
+                f"{source}: its model was described by figures alone (model.config is null), so there is nothing to run"
+            )
+        config, named = plan.model.config, plan.model.family == "generic"
+        name, plans, count = plan.model.name, plan, plan.cluster.devices
+    else:
+        config = _configuration(source)
+        named = config.get("model_type") not in HUGGINGFACE_TYPES
+        name, plans, count = Path(source).name or source, None, _DEVICES if devices is None else devices
+    if not 1 <= count <= _MOST_DEVICES:
+        given = f"{source} is for {count} devices" if plans else f"devices: {count} given"
+        raise InvalidInput(
+            f"{given}; expected 1 to {_MOST_DEVICES}, because each is a process of this machine; a larger plan can be "
+            "checked when it starts: parallelize(…, check=True)"
+        )
+    return _Job(name=name, config=json.dumps(config), as_named=named, plan=plans, devices=count)
+
+
+def _configuration(source: str) -> dict[str, Any]:
+    """The Hugging Face configuration of a model of any architecture."""
+    path = Path(source)
+    if find_preset(source) is None and (path.suffix == ".json" or os.path.isdir(path)):
+        return read_content(path)
+    config = load_model(source, Training()).config
+    if config is None:
+        raise InvalidInput(
+            f"{source}: describes layers by figures alone, so there is nothing to run; give a Hugging Face "
+            "configuration or a preset"
+        )
+    return dict(config)
+
+
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Any number of processes runs on CPUs, whatever GPUs there are."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+# On the ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What the processes do (see :class:`galvatron.processes.job.Job`)."""
+
+    name: str
+    config: str
+    """As JSON."""
+    as_named: bool
+    plan: Plan | None
+    """None: one of each kind of strategy."""
+    devices: int
+
+    def prepare(self) -> None:
+        from galvatron.runtime import verify  # noqa: F401
+
+        with suppress(GalvatronError):  # which the ranks will meet, and say
+            _stock(self.config, self.as_named)
+
+    def measure(self, crew: Crew) -> list[Verdict]:
+        from galvatron.runtime.checks import check_model
+
+        crew.join()
+        _, cut = _stock(self.config, self.as_named)
+        if self.plan is not None:
+            check_model(self.plan, cut)
+            return [self._verdict(self.name, self.plan, crew)]
+        facts = _facts(self.name, self.config, cut)
+        layers, split = facts.spec().layers, [bool(layer.rules) for layer in cut.layers]
+        verdicts = []
+        for name, stages in _examples(self.devices, layers, split):
+            if isinstance(stages, str):
+                verdicts.append(Verdict(name=name, equal=None, reason=stages))
+            else:
+                plan = _unpriced(facts, stages)
+                check_model(plan, cut)
+                verdicts.append(self._verdict(name, plan, crew))
+        return verdicts
+
+    def _verdict(self, name: str, plan: Plan, crew: Crew) -> Verdict:
+        from galvatron.runtime.verify import NotChecked, difference
+
+        model, _ = _stock(self.config, self.as_named)
+        try:
+            found = difference(model, plan, device=crew.device)
+        except NotChecked as reason:
+            return Verdict(name=name, equal=None, reason=str(reason))
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            raise GalvatronError(
+                f"check: {self.name} under {name}: rank {crew.rank} failed with {type(error).__name__}: {text}"
+            ) from error
+        return Verdict(name=name, equal=found is None, reason=found or "")
+
+
+@cache
+def _stock(config: str, as_named: bool) -> tuple[nn.Module, CutModel]:
+    """The model without weights, and its layers: made once, before the processes are forked."""
+    from galvatron.families.build import build_meta, without_weights
+    from galvatron.families.registry import cut
+
+    model = build_meta(json.loads(config), Training(dropout=False), as_named=as_named)
+    return model, cut(without_weights(model))
+
+
+def _facts(name: str, config: str, cut: CutModel) -> ModelFacts:
+    """What a plan says of the model, as far as running it takes: sizes of activations and work are left out."""
+    from galvatron.families.generic.adapter import Generic
+
+    content, training = json.loads(config), Training(dropout=False)
+    counts = {layer.kind: sum(own.numel() for own in layer.parameters()) for layer in cut.layers}
+    if isinstance(cut, Generic):
+        kinds = tuple(
+            LayerSpec(name=kind, parameters=count, forward_flops=0, split_activation_bytes=0, boundary_bytes=0)
+            for kind, count in counts.items()
+        )
+    else:
+        kinds = model_of_config(content, Path("config.json"), name, training).kinds
+    runs = groupby(layer.kind for layer in cut.layers)
+    return ModelFacts(
+        name=name,
+        family="generic" if isinstance(cut, Generic) else content["model_type"],
+        digest="",
+        parameters=sum(own.numel() for own in cut.model.parameters()),
+        training=training,
+        kinds=kinds,
+        order=tuple(LayerRun(layer=kind, count=len(list(run))) for kind, run in runs),
+        config=None,
+    )
+
+
+def _examples(devices: int, layers: Sequence[LayerSpec], split: Sequence[bool]) -> Iterator[tuple[str, _Stages | str]]:
+    """Strategies of each kind by name, or why there is none. ``split``: which layers TP can split."""
+    count = len(layers)
+    if devices == 1:
+        yield "one process", [["single"] * count]
+        yield "one process, recompute", [["single+rc"] * count]
+        return
+    yield "DP", [[f"dp{devices}"] * count]
+    yield "SDP", [[f"sdp{devices}"] * count]
+    yield "ZeRO-2", [[f"dp{devices}+zero2"] * count]
+    yield "SDP, recompute", [[f"sdp{devices}+rc"] * count]
+    mixture = [f"sdp{devices}", f"dp{devices}", f"sdp{devices}+rc", f"dp{devices}+zero2"]
+    halves = devices // 2
+    if devices % 2 == 0 and halves > 1:
+        mixture.insert(2, f"dp2-sdp{halves}")
+    yield "DP and SDP mixed", [list(islice(cycle(mixture), count))]
+    if devices % 2:
+        yield "PP2, 1F1B", f"two stages do not divide {devices} processes"
+    else:
+        each = f"dp{halves}" if halves > 1 else "single"
+        yield "PP2, 1F1B", [[each] * (count // 2), [each] * (count - count // 2)]
+    yield from _with_tensor_parallelism(devices, layers, split)
+
+
+def _with_tensor_parallelism(
+    devices: int, layers: Sequence[LayerSpec], split: Sequence[bool]
+) -> Iterator[tuple[str, _Stages | str]]:
+    """With the highest degree that divides the heads; layers that cannot be split are under DP."""
+    able = [layer for layer, can in zip(layers, split, strict=True) if can]
+    if not able:
+        yield "TP", "none of its layers can be split"
+        return
+    degrees = [degree for degree in range(devices, 1, -1) if devices % degree == 0]
+    degree = next((each for each in degrees if all(layer.allows_tensor_parallel(each) for layer in able)), None)
+    if degree is None:
+        heads = sorted({n for layer in able if layer.tensor_parallel for n in layer.tensor_parallel.divides})
+        yield "TP", f"no degree from 2 to {devices} divides the processes and its {' and '.join(map(str, heads))} heads"
+        return
+    rest = devices // degree
+    outer = f"{rest}-" if rest > 1 else ""
+
+    def stage(*strategies: str) -> list[str]:
+        turns = cycle(strategies)
+        return [next(turns) if can else f"dp{devices}" for can in split]
+
+    tensor = f"dp{outer}tp{degree}" if outer else f"tp{degree}"
+    yield "TP", [stage(tensor)]
+    sequence = [layer.allows_sequence_parallel(degree) for layer in layers]
+    if not any(sequence):
+        yield "TP, sequence parallel", f"its sequences cannot be divided {degree} ways"
+        return
+    flags = ["+sp" if can_divide and can else "" for can_divide, can in zip(sequence, split, strict=True)]
+    yield "TP, sequence parallel", [[own + flag for own, flag in zip(stage(tensor), flags, strict=True)]]
+    sharded = f"sdp{outer}tp{degree}+rc" if outer else f"tp{degree}+rc"
+    yield "DP, SDP and TP mixed", [stage(tensor, f"sdp{devices}", sharded, f"dp{devices}")]
+
+
+def _unpriced(facts: ModelFacts, stages: Sequence[Sequence[str]]) -> Plan:
+    """A plan that says what to run, and of costs nothing."""
+    cluster = load_cluster("cpu-4")
+    kinds = [run.layer for run in facts.order for _ in range(run.count)]
+    devices = _devices_of(stages)
+    each, first, written = devices // len(stages), 0, []
+    for number, strategies in enumerate(stages):
+        written.append(
+            PlannedStage(
+                devices=tuple(range(number * each, (number + 1) * each)),
+                layers=tuple(
+                    PlannedLayer(index=first + place, layer=kinds[first + place], strategy=strategy)
+                    for place, strategy in enumerate(strategies)
+                ),
+                time_s=0.0,
+                time=TimeUse(
+                    compute_s=0.0, tp_s=0.0, sdp_s=0.0, layout_s=0.0, transfer_s=0.0, sync_s=0.0, optimizer_s=0.0
+                ),
+                in_flight=1,
+                memory_bytes=0,
+                memory=MemoryUse(states=0, activations=0, transient=0, reserved=0),
+            )
+        )
+        first += len(strategies)
+    micro_batches = 2 * len(stages)
+    return Plan(
+        version=FORMAT_VERSION,
+        model=facts,
+        cluster=ClusterFacts(digest=cluster.digest, devices=devices, facts=cluster),
+        profile=None,
+        space=SpaceFacts(
+            name="full",
+            recompute=True,
+            sequence_parallel=True,
+            zero2=True,
+            hybrid_sharding=True,
+            accumulation=True,
+            cuts="exact",
+            conventions="galvatron",
+            batches=(),
+            max_micro_batches=None,
+        ),
+        memory_budget_bytes=cluster.device.memory_bytes,
+        schedule=Schedule.ONE_F_ONE_B.value,
+        batch=devices * micro_batches,
+        micro_batches=micro_batches,
+        throughput=0.0,
+        iteration_s=0.0,
+        bubble_s=0.0,
+        stages=tuple(written),
+        certificate=None,
+    )
+
+
+def _devices_of(stages: Sequence[Sequence[str]]) -> int:
+    return len(stages) * Strategy.parse(stages[0][0]).devices

@@ -1,0 +1,119 @@
+"""Replicas that differ are found, and named with their parameter and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case
+from parity import plan_for
+from ranks import ranks
+from small_models import config
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import galvatron
+from galvatron.core.errors import Unequal
+
+_MIXED = [["dp4", "dp2-tp2", "dp2-sdp2", "dp4+zero2"]]
+_NORM, _SPLIT, _SHARDED = "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight"
+
+
+def _case(stages: list[list[str]]) -> Case:
+    return Case(config=config("gpt2"), stages=stages, micro_batches=2)
+
+
+def _scale(values: Tensor) -> None:
+    values.mul_(1.01)
+
+
+def _lose(values: Tensor) -> None:
+    values.flatten()[-1] = torch.nan
+
+
+def _swap(values: Tensor) -> None:
+    values.copy_(values.flip(0))  # the norm stays
+
+
+def _round(values: Tensor) -> None:
+    values.mul_(1 + 1e-6)
+
+
+_CHANGES: dict[str, Callable[[Tensor], None]] = {"scale": _scale, "lose": _lose, "swap": _swap, "round": _round}
+
+
+# On a rank
+
+
+def _changed(plan: galvatron.Plan, name: str, rank: int, change: str) -> str | None:
+    """What the comparison says after one rank's part of a parameter was changed by hand."""
+    model = galvatron.parallelize(None, plan, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for local in model.locals:
+            if local.name == name:
+                torch.nn.init.normal_(local.master, generator=torch.Generator().manual_seed(0))
+    model.compare_replicas()
+    with torch.no_grad():
+        for local in model.locals:
+            if local.name == name and model.rank == rank:
+                _CHANGES[change](local.master)
+    try:
+        model.compare_replicas()
+    except Unequal as error:
+        return str(error)
+    return None
+
+
+def _from_memory(plan: galvatron.Plan, content: dict[str, Any], other: str) -> str | None:
+    """What starting from a model in memory says if rank 2's is another."""
+    odd = torch.distributed.get_rank() == 2
+    torch.manual_seed(1 if odd and other == "seed" else 0)
+    model: Any = GPT2LMHeadModel(GPT2Config(**content))  # type: ignore[no-untyped-call]
+    try:
+        galvatron.parallelize(None if odd and other == "none" else model, plan, device="cpu")
+    except Unequal as error:
+        return str(error)
+    return None
+
+
+# In the parent
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "change", "holders", "different"),
+    [
+        (_NORM, 2, "scale", "ranks 0, 1, 2, 3", "rank 2"),
+        (_NORM, 0, "swap", "ranks 0, 1, 2, 3", "rank 0"),
+        (_NORM, 1, "lose", "ranks 0, 1, 2, 3", "rank 1"),
+        (_SPLIT, 3, "scale", "ranks 1, 3", "rank 3"),
+        (_SHARDED, 2, "swap", "ranks 0, 2", "rank 2"),
+    ],
+)
+def test_a_replica_changed_by_hand_is_named(name: str, rank: int, change: str, holders: str, different: str) -> None:
+    found = ranks(4).run(_changed, plan_for(_case(_MIXED)), name, rank, change)
+    assert len(set(found)) == 1, "all ranks say the same"
+    assert found[0] is not None
+    assert f"{holders} hold the same part of {name}, but {different} no longer has" in found[0]
+
+
+def test_rounding_is_no_difference() -> None:
+    assert ranks(4).run(_changed, plan_for(_case(_MIXED)), _NORM, 2, "round") == [None] * 4
+
+
+def test_stages_are_compared_each_for_itself() -> None:
+    plan = plan_for(_case([["dp2", "dp2"], ["sdp2", "dp2"]]))
+    (found,) = set(ranks(4).run(_changed, plan, "transformer.ln_f.weight", 3, "scale"))
+    assert "ranks 2, 3 hold the same part of transformer.ln_f.weight" in found
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [("seed", "torch.manual_seed"), ("none", "rank 2 from a seed; give all ranks"), ("same", None)]
+)
+def test_ranks_must_start_from_the_same_model(other: str, says: str | None) -> None:
+    """Also where layers are sharded, so that no two ranks hold the same."""
+    case = _case([["sdp4"] * 4])
+    found = ranks(4).run(_from_memory, plan_for(case), case.config, other)
+    assert len(set(found)) == 1
+    assert (found[0] is None) if says is None else says in found[0]
