@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.bert.facts import Bert
 from galvatron.families.fields import Fields
@@ -34,18 +35,7 @@ def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
     """Read a ``config.json``, or the one in a folder. The model keeps all of the file, known fields and others."""
     if path.is_dir():
         path = path / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file; expected a Hugging Face configuration") from None
-    except OSError as error:
-        raise InvalidInput(
-            f"{path}: cannot be read ({error.strerror}); expected a Hugging Face configuration"
-        ) from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{path}: is not text; expected a Hugging Face configuration in JSON") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
+    content = parse(read_text(path, "a Hugging Face configuration in JSON"), str(path), "JSON")
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: holds a {type(content).__name__}; expected an object with a field model_type")
     return model_of_config(content, path, name, training)
