@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import parse, read_text
+from galvatron.core.files.reader import read_text
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.bert.facts import Bert
 from galvatron.families.fields import Fields
@@ -35,7 +35,11 @@ def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
     """Read a ``config.json``, or the one in a folder. The model keeps all of the file, known fields and others."""
     if path.is_dir():
         path = path / "config.json"
-    content = parse(read_text(path, "a Hugging Face configuration in JSON"), str(path), "JSON")
+    text = read_text(path, "a Hugging Face configuration in JSON")
+    try:
+        content = json.loads(text)  # NaN passes, so that the error names the field that holds it
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: holds a {type(content).__name__}; expected an object with a field model_type")
     return model_of_config(content, path, name, training)

@@ -32,6 +32,7 @@ __all__ = ["cluster_names", "cluster_schema", "dump_cluster", "load_cluster"]
 
 _FOLDER = "clusters"
 _MOST_DEVICES = 2**20
+_RESERVED = BYTES.between("0B", "1024TiB")
 _LATENCY = SECONDS.between("0s", "1s")
 _PASS = SECONDS.between("0s", "10s")
 
@@ -64,7 +65,7 @@ _LEVEL = Table(
         Key("units", "units", whole(2, _MOST_DEVICES), "how many devices, or islands of the level before, it joins"),
         Key("shared", "shared", FLAG, "true: a unit's devices divide one link; false: each device has a lane"),
         Key("bandwidth", "bytes_per_s", BANDWIDTH, "ring bandwidth of the shared link, or of one lane"),
-        Key("transfer_bandwidth", "transfer_bytes_per_s", BANDWIDTH, "the same between stages; else that of a ring"),
+        Key("transfer_bandwidth", "transfer_bytes_per_s", BANDWIDTH, "the same between stages, if not that of a ring"),
         Key("latency", "latency_s", _LATENCY, "time of one step of a collective, however small"),
     ),
     many=(0, 16),
@@ -77,7 +78,7 @@ _GROUP = Table(
             key
             for name in Collective
             for key in (
-                Key(name, f"{name}_bytes_per_s", BANDWIDTH, f"bus bandwidth of an {name}"),
+                Key(name, f"{name}_bytes_per_s", BANDWIDTH, f"bus bandwidth of {name}"),
                 Key(f"{name}_latency", f"{name}_latency_s", _PASS, "time of one pass of it (an all-reduce makes two)"),
             )
         ),
@@ -89,13 +90,13 @@ _CLUSTER = Table(
     (
         Key("name", "name", NAME, "the cluster's name"),
         Key("source", "source", SOURCE, "where the figures come from"),
-        Key("reserved", "reserved_bytes", BYTES.between("0B", "1024TiB"), "memory a process needs besides tensors"),
+        Key("reserved", "reserved_bytes", _RESERVED, "memory a process needs besides tensors, such as 1GiB"),
         Key("fragmentation", "fragmentation", number(0, 0.5), "part of the other memory that is lost between tensors"),
-        Key("overlap_slowdown", "overlap_slowdown", number(1, 4), "factor by which computing and communicating slow"),
-        Key("compute_contention", "compute_contention", number(1, 1024), "factor by which all compute slower than one"),
+        Key("overlap_slowdown", "overlap_slowdown", number(1, 4), "slowdown while computing and communicating at once"),
+        Key("compute_contention", "compute_contention", number(1, 1024), "slowdown of a device while all compute"),
         Key("device", "device", _DEVICE, "a [device] table that describes one accelerator"),
-        Key("levels", "levels", _LEVEL, "[[levels]] tables, the innermost first; levels = [] for one device"),
-        Key("groups", "groups", _GROUP, "[[groups]] tables of what was measured; preferred to levels"),
+        Key("levels", "levels", _LEVEL, "[[levels]] tables, innermost first; for a single device levels = [] on top"),
+        Key("groups", "groups", _GROUP, "[[groups]] tables of what was measured with groups, preferred to the levels"),
     ),
 )
 
