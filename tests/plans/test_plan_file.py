@@ -181,8 +181,8 @@ def test_foreign_files_are_said_to_be_none(folder: Path, content: bytes) -> None
 
 
 def test_missing_file_and_folder(folder: Path) -> None:
-    for path in (folder / "nothing.json", folder):
-        with pytest.raises(InvalidInput, match="cannot read plan"):
+    for path, reason in ((folder / "nothing.json", "no such file"), (folder, "cannot be read")):
+        with pytest.raises(InvalidInput, match=f"{path}: {reason}.*; expected a plan in JSON"):
             Plan.load(path)
 
 

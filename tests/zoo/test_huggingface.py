@@ -109,7 +109,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"config\.json: no such file"):
         load_model(tmp_path, Training())
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidInput, match="is not text"):
+    with pytest.raises(InvalidInput, match="is not UTF-8 text"):
         load_model(tmp_path, Training())
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(InvalidInput, match="no such file"):

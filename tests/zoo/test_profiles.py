@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import galvatron.core.files
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile, load_profile, profile_names
 from galvatron.core.spec import LayerMemory, LayerTime, ModelProfile, Training
 from galvatron.families import load_model
 
+PRESETS = Path(galvatron.core.files.__file__).parent / "presets" / "profiles"
 VALID = """\
 name = "mine"
 source = "a stopwatch"
@@ -58,6 +60,11 @@ def test_every_preset_is_tested_above() -> None:
     assert profile_names() == ("titan-rtx-bert-huge", "titan-rtx-swin-huge", "titan-rtx-t5-large", "titan-rtx-vit-huge")
 
 
+def test_presets_are_right_though_they_are_read_unchecked() -> None:
+    for name in profile_names():
+        assert load_profile(PRESETS / f"{name}.toml") == load_profile(name)
+
+
 def test_times_are_read(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path, VALID))
     assert (profile.name, profile.source) == ("mine", "a stopwatch")
@@ -77,14 +84,14 @@ def test_times_are_read(tmp_path: Path) -> None:
         ('"4ms"', "-1", "layers[1].forward is -1"),
         ('"4ms"', "nan", "layers[1].forward is nan"),
         ('"4ms"', '"4MB"', "layers[1].forward is '4MB'"),
-        ("= 2.5", "= 0", "layers[1].backward_ratio is 0; expected a number from 0.01 to 10000"),
+        ("= 2.5", "= 0", "layers[1].backward_ratio is 0; expected greater than or equal to 0.01"),
         ("= 2.5", "= inf", "layers[1].backward_ratio is inf"),
         ("backward_ratio", "backward", "layers[1].backward is not a known key; did you mean 'backward_ratio'?"),
         ('"decoder"', '"encoder"', "layers[1].layer is 'encoder' again; expected each layer once"),
         ('layer = "decoder"\n', "", "layers[1].layer is missing"),
         ('name = "mine"', "name = 5", "name is 5"),
         ("[[layers]]", "[[layer]]", "layers is missing; expected [[layers]] tables"),
-        (VALID, 'name = "a"\nlayers = []', "layers is a list of 0; expected 1 to 10000"),
+        (VALID, 'name = "a"\nlayers = []', "layers is a list of 0; expected at least 1 item"),
         (VALID, "= =", "is not TOML"),
     ],
 )

@@ -18,15 +18,13 @@ the figures already. ``galvatron.families`` imports this module, and with it pyd
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text, validate
 from galvatron.core.spec.model import LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.units import parse_bytes
 
@@ -94,11 +92,13 @@ class _LayerEntry(_Strict):
         parts = (self.split_activation_bytes, self.replicated_activation_bytes)
         if (self.activation_bytes is None) == (parts == (None, None)):
             raise ValueError(
-                "either activation_bytes, or split_activation_bytes and replicated_activation_bytes, and not both"
+                "either activation_bytes, or split_activation_bytes and replicated_activation_bytes in it, not both"
             )
         for field, value in (("tied", self.tied_parameters), ("replicated", self.replicated_parameters)):
             if value > self.parameters:
-                raise ValueError(f"{field}_parameters ({value}) of at most parameters ({self.parameters})")
+                raise ValueError(
+                    f"one whose {field}_parameters ({value}) are at most its parameters ({self.parameters})"
+                )
         return self
 
     def spec(self, precision: Precision) -> LayerSpec:
@@ -143,18 +143,8 @@ class _ModelEntry(_Strict):
 
 def read_custom(path: Path, training: Training) -> ModelSpec:
     """Read a model file."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file; expected a model in TOML") from None
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); expected a model in TOML") from None
-    except ValueError as error:  # bad UTF-8 and bad TOML alike
-        raise InvalidInput(f"{path}: is not TOML ({error})") from None
-    try:
-        entry = _ModelEntry.model_validate(content)
-    except ValidationError as error:
-        raise InvalidInput("\n".join(_explain(path, problem) for problem in error.errors())) from None
+    file = str(path)
+    entry = validate(_ModelEntry, parse(read_text(path, "a model in TOML"), file, "TOML"), file)
     if training.sequence_length is not None:
         raise InvalidInput(
             f"{path}: sequence length {training.sequence_length} was given, but this model's figures are for the one "
@@ -168,22 +158,3 @@ def read_custom(path: Path, training: Training) -> ModelSpec:
         layers=tuple(spec for spec, count in zip(layers, counts, strict=True) for _ in range(count)),
         training=training,
     )
-
-
-def _explain(path: Path, problem: ErrorDetails) -> str:
-    """One pydantic error in our words: file, field, value, what is expected."""
-    where = ""
-    for part in problem["loc"]:
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
-    where = where or "file"
-    if problem["type"] == "missing":
-        return f"{path}: {where} is missing; it is required"
-    if problem["type"] == "extra_forbidden":
-        known = [*_ModelEntry.model_fields, *_LayerEntry.model_fields, *_TensorParallelEntry.model_fields]
-        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-        return f"{path}: {where} is not a known field; {hint}"
-    expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if isinstance(problem["input"], dict):
-        return f"{path}: {where} has an error; expected {expected}"
-    return f"{path}: {where} is {problem['input']!r}; expected {expected}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import read_text
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.bert.facts import Bert
 from galvatron.families.fields import Fields
@@ -39,16 +40,9 @@ def read_content(path: Path) -> dict[str, Any]:
     """The content of a ``config.json``, or of the one in a folder, of whatever architecture."""
     if path.is_dir():
         path = path / "config.json"
+    text = read_text(path, "a Hugging Face configuration in JSON")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file; expected a Hugging Face configuration") from None
-    except OSError as error:
-        raise InvalidInput(
-            f"{path}: cannot be read ({error.strerror}); expected a Hugging Face configuration"
-        ) from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{path}: is not text; expected a Hugging Face configuration in JSON") from None
+        content = json.loads(text)  # NaN passes, so that the error names the field that holds it
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
     if not isinstance(content, dict):

@@ -17,58 +17,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.toml_fields import duration, flag, number, size, text, whole
-from galvatron.core.files.toml_files import load_named, parse_text, preset_names
-from galvatron.core.files.toml_tables import Entry, Table, tables
+from galvatron.core.files.tables import BYTES, FLAG, NAME, SECONDS, SOURCE, Key, Table, number, preset_names, whole
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
 
 __all__ = ["dump_profile", "load_profile", "profile_names"]
 
 _FOLDER = "profiles"
+_TIME = SECONDS.between("0s", "1000s")
+_SIZE = BYTES.between("0B", "1024TiB")
 
+_LAYER = Key("layer", "layer", NAME, "the layer's name in the model, such as encoder")
 _WAY = (
-    Entry("tp", "tp", whole(1, 2**20), "degree of tensor parallelism at which it was measured"),
-    Entry("sequence_parallel", "sequence_parallel", flag(), "whether with sequence parallelism"),
+    Key("tp", "tp", whole(1, 2**20), "degree of tensor parallelism at which it was measured"),
+    Key("sequence_parallel", "sequence_parallel", FLAG, "whether with sequence parallelism"),
 )
-_LAYER = Table(
+_TIMES = Table(
     LayerTime,
     (
-        Entry("layer", "layer", text(), "the layer's name in the model, such as encoder"),
-        Entry("forward", "forward_s", duration("1ns", "1000s"), "forward time of one sample, such as 2.39ms"),
-        Entry("backward_ratio", "backward_ratio", number(0.01, 10_000), "backward time over forward time"),
-        Entry("forward_fixed", "forward_fixed_s", duration("0s", "1000s"), "forward time besides that of the samples"),
-        Entry("backward_fixed", "backward_fixed_s", duration("0s", "1000s"), "the same for backward"),
-        Entry(
-            "forward_least", "forward_least_s", duration("0s", "1000s"), "least forward time, however few the samples"
-        ),
-        Entry("backward_least", "backward_least_s", duration("0s", "1000s"), "the same for backward"),
-        Entry(
-            "forward_sharded",
-            "forward_sharded_s",
-            duration("0s", "1000s"),
-            "forward time besides, where parameters are sharded",
-        ),
-        Entry("backward_sharded", "backward_sharded_s", duration("0s", "1000s"), "the same for backward"),
-        Entry("recompute", "recompute_s", duration("0s", "1000s"), "time of recomputing it besides a second forward"),
+        _LAYER,
+        Key("forward", "forward_s", SECONDS.between("1ns", "1000s"), "forward time of one sample, such as 2.39ms"),
+        Key("backward_ratio", "backward_ratio", number(0.01, 10_000), "backward time over forward time"),
+        Key("forward_fixed", "forward_fixed_s", _TIME, "forward time besides that of the samples"),
+        Key("backward_fixed", "backward_fixed_s", _TIME, "the same for backward"),
+        Key("forward_least", "forward_least_s", _TIME, "least forward time, however few the samples"),
+        Key("backward_least", "backward_least_s", _TIME, "the same for backward"),
+        Key("forward_sharded", "forward_sharded_s", _TIME, "forward time besides, where parameters are sharded"),
+        Key("backward_sharded", "backward_sharded_s", _TIME, "the same for backward"),
+        Key("recompute", "recompute_s", _TIME, "time of recomputing it besides a second forward"),
         *_WAY,
     ),
+    many=(1, 10_000),
 )
 _MEMORY = Table(
     LayerMemory,
     (
-        Entry("layer", "layer", text(), "the layer's name in the model, such as encoder"),
-        Entry("activations", "activation_bytes", size("0B"), "saved for backward by one sample, such as 40MiB"),
-        Entry("transient", "transient_bytes", size("0B"), "most that backward takes on top, for one sample"),
+        _LAYER,
+        Key("activations", "activation_bytes", _SIZE, "saved for backward by one sample, such as 40MiB"),
+        Key("transient", "transient_bytes", _SIZE, "most that backward takes on top, for one sample"),
         *_WAY,
     ),
+    many=(0, 10_000),
 )
 _PROFILE = Table(
     ModelProfile,
     (
-        Entry("name", "name", text(), "the profile's name"),
-        Entry("source", "source", text(shortest=0, longest=4000, lines=True), "where the times were measured"),
-        Entry("layers", "times", tables(_LAYER, least=1, most=10_000), "[[layers]] tables, one for each kind of layer"),
-        Entry("memory", "memory", tables(_MEMORY, least=0, most=10_000), "[[memory]] tables, the same for memory"),
+        Key("name", "name", NAME, "the profile's name"),
+        Key("source", "source", SOURCE, "where the times were measured"),
+        Key("layers", "times", _TIMES, "[[layers]] tables, one for each kind of layer"),
+        Key("memory", "memory", _MEMORY, "[[memory]] tables, the same for memory"),
     ),
 )
 
@@ -80,13 +76,13 @@ def profile_names() -> tuple[str, ...]:
 
 def load_profile(source: str | Path) -> ModelProfile:
     """The profile that ``source`` names: a preset, or the path of a ``.toml`` file."""
-    return _checked(load_named(source, _FOLDER, "profile", _PROFILE), str(source))
+    return _checked(_PROFILE.load(source, _FOLDER, "profile"), str(source))
 
 
 def dump_profile(profile: ModelProfile) -> str:
     """The profile as a file that reads back equal; what no file may say is refused here."""
     content, file = "\n".join(_PROFILE.write(profile)) + "\n", f"profile {profile.name!r}"
-    _checked(parse_text(content, file, _PROFILE), file)
+    _checked(_PROFILE.parse(content, file), file)
     return content
 
 

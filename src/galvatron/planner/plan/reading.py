@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
+from galvatron.core.files.reader import field_path, invalid, parse, read_text, shown
 from galvatron.core.spec import Kind, LayerSpec, Strategy
 from galvatron.planner.cost import CONVENTIONS, Schedule, in_flight
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
@@ -25,29 +25,21 @@ _REMEDY = "make the plan again with 'galvatron plan'"
 def read_plan(path: Path, kind: type[_Plan]) -> _Plan:
     """The plan in a file, checked for shape, version, digests and consistency."""
     where = str(path)
-    try:
-        text = path.read_bytes().decode("utf-8")
-        raw = json.loads(text, parse_constant=_no_constant)
-    except OSError as error:
-        raise InvalidInput(f"cannot read plan {where!r}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not a plan file: it is not JSON ({error})") from error
+    text = read_text(path, "a plan in JSON")
+    raw = parse(text, where, "JSON")
     if not isinstance(raw, dict) or "version" not in raw:
         raise InvalidInput(f"{where}: not a plan file: it has no 'version' field")
     if raw["version"] != FORMAT_VERSION or isinstance(raw["version"], bool):
         raise PlanMismatch(
-            f"{where}: version: {raw['version']!r} is not the version this program reads, {FORMAT_VERSION}; {_REMEDY}"
+            f"{where}: version: {shown(raw['version'])} is not what this program reads, {FORMAT_VERSION}; {_REMEDY}"
         )
     try:
         plan = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInput(
-            f"{where}: {_path(first['loc'])}: {first['msg']} (given: {_short(first['input'])}); {_REMEDY}"
-        ) from error
+        raise InvalidInput(f"{invalid(error, where)}; {_REMEDY}") from None
     except RecursionError as error:
         raise InvalidInput(f"{where}: not a plan file: nested too deeply") from error
-    stray = _stray(raw, plan.to_dict(), "")
+    stray = _stray(raw, plan.to_dict())
     if stray:
         raise InvalidInput(f"{where}: {stray}; {_REMEDY}")
     try:
@@ -57,36 +49,19 @@ def read_plan(path: Path, kind: type[_Plan]) -> _Plan:
     return plan
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text.lstrip(".")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _stray(given: Any, known: Any, path: str) -> str | None:
+def _stray(given: Any, known: Any, at: tuple[int | str, ...] = ()) -> str | None:
     """The first field in the file that the format does not have, or the other way round: nothing is defaulted."""
     if isinstance(given, dict) and isinstance(known, dict):
         for key in [*given, *known]:
-            where = f"{path}.{key}".lstrip(".")
             if key not in known:
-                return f"{where}: unknown field"
+                return f"{field_path((*at, key))}: unknown field"
             if key not in given:
-                return f"{where}: missing field"
-            if found := _stray(given[key], known[key], where):
+                return f"{field_path((*at, key))}: missing field"
+            if found := _stray(given[key], known[key], (*at, key)):
                 return found
     elif isinstance(given, list) and isinstance(known, list | tuple):
         for index, (one, other) in enumerate(zip(given, known, strict=False)):
-            if found := _stray(one, other, f"{path}[{index}]"):
+            if found := _stray(one, other, (*at, index)):
                 return found
     return None
 
