@@ -10,9 +10,9 @@ import pytest
 from galvatron.core.spec.model import Training
 from galvatron.families import load_model, model_names
 from galvatron.families.bert.facts import Bert
+from galvatron.families.family import Architecture
 from galvatron.families.gpt2.facts import Gpt2
 from galvatron.families.llama.facts import Llama
-from galvatron.families.presets import Architecture
 from galvatron.families.swin.facts import Swin
 from galvatron.families.t5.facts import T5
 from galvatron.families.vit.facts import Vit

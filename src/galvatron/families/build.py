@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
+from galvatron.families.discovery import family_of
 
 __all__ = ["build_meta", "read_config", "stock_class", "without_weights"]
 
@@ -29,17 +30,6 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         for own in model.parameters()
     }
     return copy.deepcopy(model, empty)
-
-
-_HEADS = {
-    "bert": "BertForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "swin": "SwinForImageClassification",
-    "t5": "T5ForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-}
-"""The class with the pre-training head, by model type."""
 
 
 def build_meta(
@@ -87,7 +77,8 @@ def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
 def stock_class(config: PreTrainedConfig, *, as_named: bool = False) -> type[nn.Module]:
     """The class that :func:`build_meta` builds."""
     named = config.architectures[0] if config.architectures else None
-    name = named if as_named and named else _HEADS.get(config.model_type, named)
+    family = family_of(config.model_type)
+    name = named if family is None or (as_named and named) else family.head_class
     if name is None:
         raise InvalidInput(
             f"model_type is {config.model_type!r}, a family without an adapter, and the configuration's field "

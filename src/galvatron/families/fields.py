@@ -13,6 +13,8 @@ __all__ = ["Fields"]
 _LARGEST = 2**32
 """Of any count: nothing real comes near, and sums stay readable."""
 _MOST_LAYERS = 10_000
+_LABELS = 2
+"""Classes of a configuration that names none."""
 
 
 class Fields:
@@ -48,6 +50,15 @@ class Fields:
         _, value = self._find((field,))
         return None if value is None else self._whole(field, value, _LARGEST)
 
+    def hidden_and_heads(
+        self, hidden_fields: tuple[str, ...], hidden: int, head_fields: tuple[str, ...], heads: int
+    ) -> tuple[int, int]:
+        """The hidden size and the heads that divide it, each with its spellings and its default."""
+        hidden, heads = self.count(*hidden_fields, default=hidden), self.count(*head_fields, default=heads)
+        if hidden % heads:
+            raise self.error(head_fields[0], heads, f"a divisor of {hidden_fields[0]} ({hidden})")
+        return hidden, heads
+
     def counts(self, field: str, *, default: tuple[int, ...]) -> tuple[int, ...]:
         """A list of positive integers, one for each stage."""
         _, value = self._find((field,))
@@ -68,11 +79,11 @@ class Fields:
         side = default if value is None else self._whole(field, value, _LARGEST)
         return side, side
 
-    def labels(self, *, default: int) -> int:
+    def labels(self) -> int:
         """The number of classes, which a configuration writes as a table of their names."""
         _, table = self._find(("id2label",))
         if table is None:
-            return self.count("num_labels", default=default)
+            return self.count("num_labels", default=_LABELS)
         if not isinstance(table, dict) or not table:
             raise self.error("id2label", table, "an object that names each class")
         return len(table)

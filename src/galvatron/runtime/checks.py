@@ -9,8 +9,9 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import Kind, LayerSpec, Strategy
+from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.huggingface import HUGGINGFACE_TYPES, model_of_config
+from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import CutModel
 from galvatron.planner.plan.plan import Plan
 
@@ -59,7 +60,7 @@ def _at(kinds: list[str], place: int) -> str:
 def kinds_of(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
     """The model's own layers: from its configuration where the planner knows the family, else counted."""
     config: Any = getattr(cut.model, "config", None)
-    if not isinstance(cut, Generic) and getattr(config, "model_type", None) in HUGGINGFACE_TYPES:
+    if not isinstance(cut, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
         return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
     planned = {kind.name: kind for kind in plan.model.kinds}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from galvatron.core.errors import GalvatronError, InvalidInput
 from galvatron.core.spec import LayerSpec, Strategy, Training
 from galvatron.families import load_cluster, load_model
-from galvatron.families.huggingface import HUGGINGFACE_TYPES, model_of_config, read_content
+from galvatron.families.discovery import family_of
+from galvatron.families.huggingface import model_of_config, read_content
 from galvatron.families.presets import find_preset
 from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
@@ -79,7 +80,7 @@ def _job(source: str, devices: int | None) -> _Job:
         name, plans, count = plan.model.name, plan, plan.cluster.devices
     else:
         config = _configuration(source)
-        named = config.get("model_type") not in HUGGINGFACE_TYPES
+        named = family_of(config.get("model_type")) is None
         name, plans, count = Path(source).name or source, None, _DEVICES if devices is None else devices
     if not 1 <= count <= _MOST_DEVICES:
         given = f"{source} is for {count} devices" if plans else f"devices: {count} given"

@@ -20,7 +20,7 @@ from galvatron.families.adapters import (
 from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
 from galvatron.families.rules import Columns, Loss, Region, Rows, Vocabulary
 
-__all__ = ["Bert"]
+__all__ = ["ADAPTER", "Bert"]
 
 
 class _Embedding(Layer):
@@ -129,3 +129,6 @@ class Bert(CutModel):
         length = sequence_length or self.config.max_position_embeddings
         ids = random_tokens(rows, length, self.config.vocab_size, generator)
         return {"input_ids": ids, "labels": masked_labels(ids, generator)}
+
+
+ADAPTER = Bert

@@ -18,8 +18,10 @@ from galvatron.families.facts.blocks import (
     token_count,
 )
 from galvatron.families.facts.ops import ID_BYTES, Op, Split, activation, dropout, layer, layer_norm, linear, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["Bert"]
+__all__ = ["FAMILY", "Bert"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,3 +124,41 @@ class Bert:
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )
+
+
+def _read(fields: Fields) -> Bert:
+    for flag in ("is_decoder", "add_cross_attention"):
+        if fields.flag(flag, False):
+            raise fields.error(flag, True, "false: only the BERT encoder is supported")
+    hidden, heads = fields.hidden_and_heads(("hidden_size",), 768, ("num_attention_heads",), 12)
+    return Bert(
+        hidden=hidden,
+        layers=fields.layers("num_hidden_layers", default=12),
+        heads=heads,
+        inner=fields.count("intermediate_size", default=3072),
+        vocabulary=fields.count("vocab_size", default=30522),
+        positions=fields.count("max_position_embeddings", default=512),
+        token_types=fields.count("type_vocab_size", default=2),
+        activation=fields.activation("hidden_act", default="gelu"),
+        hidden_dropout=fields.probability("hidden_dropout_prob", default=0.1),
+        attention_dropout=fields.probability("attention_probs_dropout_prob", default=0.1),
+        tied=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def _huge(depth: int) -> Bert:
+    return Bert(hidden=1280, layers=depth, heads=16, inner=5120)
+
+
+FAMILY = Family(
+    model_type="bert",
+    head_class="BertForMaskedLM",
+    read=_read,
+    by_depth={"bert-huge": _huge},
+    # Heads are not in the paper: these fit its activation sizes.
+    paper={"bert-xhuge": Bert(hidden=2560, layers=128, heads=32, inner=10240)},
+    known={"bert-base": Bert(), "bert-large": Bert(hidden=1024, layers=24, heads=16, inner=4096)},
+    tiny={"bert-tiny": Bert(hidden=128, layers=2, heads=2, inner=512)},
+    rank=1,
+    paper_rank=1,
+)

@@ -20,7 +20,7 @@ from galvatron.families.adapters import (
 from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
 from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Vocabulary, Whole
 
-__all__ = ["Gpt2"]
+__all__ = ["ADAPTER", "Gpt2"]
 
 
 class _Embedding(Layer):
@@ -121,3 +121,6 @@ class Gpt2(CutModel):
         length = sequence_length or self.config.max_position_embeddings
         ids = random_tokens(rows, length, self.config.vocab_size, generator)
         return {"input_ids": ids, "labels": ids.clone()}
+
+
+ADAPTER = Gpt2

@@ -17,8 +17,10 @@ from galvatron.families.facts.blocks import (
     token_count,
 )
 from galvatron.families.facts.ops import ID_BYTES, Op, dropout, layer, layer_norm, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["Gpt2"]
+__all__ = ["FAMILY", "Gpt2"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,3 +131,40 @@ class Gpt2:
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )
+
+
+def _read(fields: Fields) -> Gpt2:
+    if fields.flag("add_cross_attention", False):
+        raise fields.error("add_cross_attention", True, "false: cross-attention in GPT-2 is not supported")
+    hidden, heads = fields.hidden_and_heads(("n_embd", "hidden_size"), 768, ("n_head", "num_attention_heads"), 12)
+    return Gpt2(
+        hidden=hidden,
+        layers=fields.layers("n_layer", "num_hidden_layers", default=12),
+        heads=heads,
+        inner=fields.optional_count("n_inner"),
+        vocabulary=fields.count("vocab_size", default=50257),
+        positions=fields.count("n_positions", "max_position_embeddings", default=1024),
+        activation=fields.activation("activation_function", default="gelu_new"),
+        embedding_dropout=fields.probability("embd_pdrop", default=0.1),
+        hidden_dropout=fields.probability("resid_pdrop", default=0.1),
+        attention_dropout=fields.probability("attn_pdrop", default=0.1),
+        tied=fields.flag("tie_word_embeddings", True),
+    )
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    head_class="GPT2LMHeadModel",
+    read=_read,
+    known={
+        "gpt2": Gpt2(),
+        "gpt2-medium": Gpt2(hidden=1024, layers=24, heads=16),
+        "gpt2-large": Gpt2(hidden=1280, layers=36, heads=20),
+        "gpt2-xl": Gpt2(hidden=1600, layers=48, heads=25),
+        "gpt3-6.7b": Gpt2(hidden=4096, layers=32, heads=32, positions=2048),
+        "gpt3-13b": Gpt2(hidden=5120, layers=40, heads=40, positions=2048),
+        "gpt3-175b": Gpt2(hidden=12288, layers=96, heads=96, positions=2048),
+    },
+    tiny={"gpt2-tiny": Gpt2(hidden=128, layers=2, heads=2, positions=128)},
+    rank=2,
+)

@@ -20,7 +20,7 @@ from galvatron.families.adapters import (
 from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
 from galvatron.families.rules import Columns, Loss, Region, Rows, Vocabulary
 
-__all__ = ["Llama"]
+__all__ = ["ADAPTER", "Llama"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +123,6 @@ class Llama(CutModel):
         length = sequence_length or self.config.max_position_embeddings
         ids = random_tokens(rows, length, self.config.vocab_size, generator)
         return {"input_ids": ids, "labels": ids.clone()}
+
+
+ADAPTER = Llama

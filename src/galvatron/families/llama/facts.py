@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from galvatron.core.spec.model import ModelSpec, Training
@@ -19,8 +20,10 @@ from galvatron.families.facts.blocks import (
     token_count,
 )
 from galvatron.families.facts.ops import ID_BYTES, Op, layer, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["Llama"]
+__all__ = ["FAMILY", "Llama"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,3 +138,44 @@ class Llama:
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )
+
+
+def _read(fields: Fields) -> Llama:
+    hidden, heads = fields.hidden_and_heads(("hidden_size",), 4096, ("num_attention_heads",), 32)
+    kv_heads = fields.optional_count("num_key_value_heads")
+    if kv_heads is not None and heads % kv_heads:
+        raise fields.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    return Llama(
+        hidden=hidden,
+        layers=fields.layers("num_hidden_layers", default=32),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.optional_count("head_dim"),
+        inner=fields.count("intermediate_size", default=11008),
+        vocabulary=fields.count("vocab_size", default=32000),
+        positions=fields.count("max_position_embeddings", default=2048),
+        activation=fields.activation("hidden_act", default="silu"),
+        attention_bias=fields.flag("attention_bias", False),
+        feed_forward_bias=fields.flag("mlp_bias", False),
+        attention_dropout=fields.probability("attention_dropout", default=0.0),
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+
+
+_llama2 = partial(Llama, positions=4096, norm_epsilon=1e-5)
+_llama3 = partial(Llama, vocabulary=128256, positions=8192, rope_theta=500_000.0, norm_epsilon=1e-5)
+
+FAMILY = Family(
+    model_type="llama",
+    head_class="LlamaForCausalLM",
+    read=_read,
+    known={
+        "llama2-7b": _llama2(),
+        "llama2-13b": _llama2(hidden=5120, layers=40, heads=40, inner=13824),
+        "llama2-70b": _llama2(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672),
+        "llama3-8b": _llama3(kv_heads=8, inner=14336),
+        "llama3-70b": _llama3(hidden=8192, layers=80, heads=64, kv_heads=8, inner=28672),
+    },
+    tiny={"llama-tiny": Llama(hidden=128, layers=2, heads=4, kv_heads=2, inner=352, vocabulary=1000, positions=128)},
+    rank=3,
+)

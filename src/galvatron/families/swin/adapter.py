@@ -17,7 +17,7 @@ from galvatron.families.adapters import ClassHead, ImageContext, ImageModel, sid
 from galvatron.families.layer import Activations, Layer
 from galvatron.families.rules import Columns, Region, Rows, Table
 
-__all__ = ["Swin"]
+__all__ = ["ADAPTER", "Swin"]
 
 _Grid = tuple[int, int]
 """Rows and columns of tokens."""
@@ -117,3 +117,6 @@ class Swin(ImageModel):
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return (self._leaving[index - 1],)
+
+
+ADAPTER = Swin

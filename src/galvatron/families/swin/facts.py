@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
@@ -22,8 +23,10 @@ from galvatron.families.facts.blocks import (
     refuse_sequence_length,
 )
 from galvatron.families.facts.ops import Op, Split, dropout, layer, layer_norm, linear, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["Swin"]
+__all__ = ["FAMILY", "Swin"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,3 +174,60 @@ class Swin:
         # Backward gathers the norm's gradient: twice the result's size, at half an all-reduce's volume.
         tensor_parallel = collectives(boundary, forward=1, backward=1) if splits else None
         return layer(f"merge{stage + 1}", (norm, reduction), boundary=boundary, tensor_parallel=tensor_parallel)
+
+
+def _read(fields: Fields) -> Swin:
+    depths = fields.counts("depths", default=(2, 2, 6, 2))
+    heads = fields.counts("num_heads", default=(3, 6, 12, 24))
+    hidden = fields.count("embed_dim", default=96)
+    if len(heads) != len(depths):
+        raise fields.error("num_heads", list(heads), f"as many numbers as depths has ({len(depths)})")
+    for stage, count in enumerate(heads):
+        if (hidden << stage) % count:
+            raise fields.error(f"num_heads[{stage}]", count, f"a divisor of the stage's width {hidden << stage}")
+    swin = Swin(
+        hidden=hidden,
+        depths=depths,
+        heads=heads,
+        window=fields.count("window_size", default=7),
+        inner_ratio=fields.positive("mlp_ratio", default=4.0),
+        image=fields.pair("image_size", default=224),
+        patch=fields.pair("patch_size", default=4),
+        channels=fields.count("num_channels", default=3),
+        labels=fields.labels(),
+        qkv_bias=fields.flag("qkv_bias", True),
+        absolute_positions=fields.flag("use_absolute_embeddings", False),
+        activation=fields.activation("hidden_act", default="gelu"),
+        hidden_dropout=fields.probability("hidden_dropout_prob", default=0.0),
+        attention_dropout=fields.probability("attention_probs_dropout_prob", default=0.0),
+    )
+    for stage, grid in enumerate(swin.grids):
+        if min(grid) < swin.window:
+            rows, columns = grid
+            raise fields.error(
+                "window_size", swin.window, f"at most {min(grid)}: stage {stage + 1} has {rows}×{columns} tokens"
+            )
+    return swin
+
+
+def _huge(depth: int) -> Swin:
+    if depth < 7:
+        raise InvalidInput(f"swin-huge-{depth}: three stages have 2 layers each, so the depth must be at least 7")
+    # The paper runs 8-way TP on every stage, so 8 must divide the heads of the first (10, as the width suggests, does
+    # not).
+    return Swin(hidden=320, depths=(2, 2, depth - 6, 2), heads=(8, 16, 32, 64))
+
+
+FAMILY = Family(
+    model_type="swin",
+    head_class="SwinForImageClassification",
+    read=_read,
+    by_depth={"swin-huge": _huge},
+    known={
+        "swin-base": Swin(hidden=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32)),
+        "swin-large": Swin(hidden=192, depths=(2, 2, 18, 2), heads=(6, 12, 24, 48)),
+    },
+    tiny={"swin-tiny-demo": Swin(hidden=32, depths=(2, 2), heads=(2, 4), image=(112, 112), labels=10)},
+    rank=6,
+    paper_rank=4,
+)

@@ -19,7 +19,7 @@ from galvatron.families.adapters import bidirectional_mask, causal_mask, count_t
 from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
 from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Rule, Table, Vocabulary
 
-__all__ = ["T5"]
+__all__ = ["ADAPTER", "T5"]
 
 _LENGTH = 512
 """T5 has no longest sequence; this is the length it was trained with."""
@@ -212,3 +212,6 @@ def _give_tables(model: Any, stack: str) -> None:
         # So that save_pretrained still writes the table once.
         names = {f"{stack}.block.{index}.{_TABLE}": f"{stack}.block.0.{_TABLE}"}
         model._tied_weights_keys = {**model._tied_weights_keys, **names}
+
+
+ADAPTER = T5

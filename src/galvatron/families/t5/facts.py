@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
@@ -25,8 +26,10 @@ from galvatron.families.facts.blocks import (
     token_count,
 )
 from galvatron.families.facts.ops import ID_BYTES, Op, dropout, layer, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["T5"]
+__all__ = ["FAMILY", "T5"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,3 +169,46 @@ class T5:
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )
+
+
+def _read(fields: Fields) -> T5:
+    if not fields.flag("is_encoder_decoder", True):
+        raise fields.error("is_encoder_decoder", False, "true: T5 needs both its stacks")
+    encoders = fields.layers("num_layers", "num_hidden_layers", default=6)
+    projection = fields.text("feed_forward_proj", default="relu")
+    gate, _, plain = projection.rpartition("-")
+    if gate not in ("", "gated"):
+        raise fields.error("feed_forward_proj", projection, "an activation such as 'relu', or 'gated-' and one")
+    return T5(
+        hidden=fields.count("d_model", "hidden_size", default=512),
+        encoders=encoders,
+        decoders=fields.layers("num_decoder_layers", default=encoders),
+        heads=fields.count("num_heads", "num_attention_heads", default=8),
+        head_dim=fields.count("d_kv", "head_dim", default=64),
+        inner=fields.count("d_ff", default=2048),
+        vocabulary=fields.count("vocab_size", default=32128),
+        positions=fields.count("n_positions", default=512),
+        buckets=fields.count("relative_attention_num_buckets", default=32),
+        # Transformers reads "gated-gelu" as the written-out gelu.
+        activation=fields.known_activation("feed_forward_proj", "gelu_new" if projection == "gated-gelu" else plain),
+        gated=gate == "gated",
+        dropout=fields.probability("dropout_rate", default=0.1),
+    )
+
+
+def _large(depth: int) -> T5:
+    if depth % 2:
+        raise InvalidInput(f"t5-large-{depth}: half of the layers are decoders, so {depth} must be even")
+    return T5(hidden=1024, encoders=depth // 2, decoders=depth // 2, heads=16, inner=4096)
+
+
+FAMILY = Family(
+    model_type="t5",
+    head_class="T5ForConditionalGeneration",
+    read=_read,
+    by_depth={"t5-large": _large},
+    known={"t5-base": T5(hidden=768, encoders=12, decoders=12, heads=12, inner=3072), "t5-large": _large(48)},
+    tiny={"t5-tiny": T5(hidden=128, encoders=2, decoders=2, heads=4, head_dim=32, inner=512, positions=128)},
+    rank=4,
+    paper_rank=3,
+)

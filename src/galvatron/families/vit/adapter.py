@@ -11,7 +11,7 @@ from galvatron.families.adapters import ClassHead, ImageContext, ImageModel, sto
 from galvatron.families.layer import Activations, Layer
 from galvatron.families.rules import Columns, Region, Rows
 
-__all__ = ["Vit"]
+__all__ = ["ADAPTER", "Vit"]
 
 
 class _Embedding(Layer):
@@ -73,3 +73,6 @@ class Vit(ImageModel):
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((self._tokens, self.config.hidden_size),)
+
+
+ADAPTER = Vit

@@ -18,8 +18,10 @@ from galvatron.families.facts.blocks import (
     refuse_sequence_length,
 )
 from galvatron.families.facts.ops import Op, dropout, layer, layer_norm, residual
+from galvatron.families.family import Family
+from galvatron.families.fields import Fields
 
-__all__ = ["Vit"]
+__all__ = ["FAMILY", "Vit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,3 +119,42 @@ class Vit:
         blocks = [paper_block(encoder, training)] * self.layers
         layers = (embedding, *blocks, head)
         return ModelSpec(name=name, family="vit", layers=layers, training=training, config=self.config)
+
+
+def _read(fields: Fields) -> Vit:
+    hidden, heads = fields.hidden_and_heads(("hidden_size",), 768, ("num_attention_heads",), 12)
+    image, patch = fields.pair("image_size", default=224), fields.pair("patch_size", default=16)
+    if patch[0] > image[0] or patch[1] > image[1]:
+        raise fields.error("patch_size", list(patch), f"at most the image_size {list(image)}")
+    return Vit(
+        hidden=hidden,
+        layers=fields.layers("num_hidden_layers", default=12),
+        heads=heads,
+        inner=fields.count("intermediate_size", default=3072),
+        image=image,
+        patch=patch,
+        channels=fields.count("num_channels", default=3),
+        labels=fields.labels(),
+        qkv_bias=fields.flag("qkv_bias", True),
+        activation=fields.activation("hidden_act", default="gelu"),
+        hidden_dropout=fields.probability("hidden_dropout_prob", default=0.0),
+        attention_dropout=fields.probability("attention_probs_dropout_prob", default=0.0),
+    )
+
+
+def _huge(depth: int) -> Vit:
+    return Vit(hidden=1280, layers=depth, heads=16, inner=5120)
+
+
+FAMILY = Family(
+    model_type="vit",
+    head_class="ViTForImageClassification",
+    read=_read,
+    by_depth={"vit-huge": _huge},
+    # Heads and patch size are not in the paper: these fit its activation sizes.
+    paper={"vit-xhuge": Vit(hidden=2560, layers=128, heads=32, inner=10240)},
+    known={"vit-base": Vit(), "vit-large": Vit(hidden=1024, layers=24, heads=16, inner=4096)},
+    tiny={"vit-tiny": Vit(hidden=192, layers=4, heads=3, inner=768, image=(64, 64), labels=10)},
+    rank=5,
+    paper_rank=2,
+)
