@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from galvatron.planner.plan.record import (
     TimeUse,
 )
 from galvatron.planner.search import CutRule, Optimum, Problem, search
-from galvatron.planner.space import EXTENDED, Switches, space_named
+from galvatron.planner.space import Switches, default_switches, space_named
 
 __all__ = ["Request", "default_batch_step", "try_plan"]
 
@@ -99,9 +99,7 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        if self.switches is not None:
-            return self.switches
-        return replace(EXTENDED, hybrid_sharding=self.cluster.has_uneven_links)
+        return default_switches(self.cluster) if self.switches is None else self.switches
 
     def problem(self) -> Problem:
         """The search problem this request is."""
