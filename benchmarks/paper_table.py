@@ -25,7 +25,7 @@ from galvatron.families import load_cluster, load_model, paper_profile
 from galvatron.planner.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
-from galvatron.planner.search.combination import Combination, Layers
+from galvatron.planner.search.combination import Candidate, Combination, Layers
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import divisors, space_named
 
@@ -182,9 +182,7 @@ class _PurePipeline:
                 solved = Combination(
                     self.layers,
                     self.costs,
-                    pipeline_degree=self.stages,
-                    batch=batch,
-                    micro_batches=micro_batches,
+                    Candidate(self.stages, batch, micro_batches),
                     schedule=Schedule.GPIPE,
                     budget=budget - self.cost.cluster.reserved_bytes,
                     positions=positions,

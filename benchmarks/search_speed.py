@@ -35,7 +35,7 @@ from galvatron.core.spec import Training
 from galvatron.families import load_model
 from galvatron.planner.cost import GALVATRON, CostModel, Schedule
 from galvatron.planner.search import Problem, search
-from galvatron.planner.search.combination import Combination, Layers
+from galvatron.planner.search.combination import Candidate, Combination, Layers
 from galvatron.planner.space import space_named
 from table_search import even_cuts, solve_combination, table_search
 
@@ -109,9 +109,7 @@ def compare_combination(name: str, degree: int, micro_batches: int, quanta_mib: 
         solved = Combination(
             layers,
             costs,
-            pipeline_degree=degree,
-            batch=batch,
-            micro_batches=micro_batches,
+            Candidate(degree, batch, micro_batches),
             schedule=problem.schedule,
             budget=problem.budget,
             positions=positions,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelSpec
 from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import Options, Setup, request_for
+from galvatron.planner.plan.setup import request_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,22 +23,22 @@ __all__ = ["plan"]
 def plan(
     model: str | Path | ModelSpec | nn.Module | PreTrainedConfig,
     cluster: str | Path | Cluster = "auto",
-    **options: Unpack[Options],
+    **setup: Unpack[Setup],
 ) -> Plan:
     """The provably best plan for a model on a cluster (preset, file or facts; "auto": this machine, measured).
 
     ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of a known family, or facts: for
     a model of another family those that :func:`galvatron.describe` measures. Options are those of the command line:
     ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
-    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.setup.Setup`. Raises
+    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Raises
     :class:`galvatron.Infeasible` with advice when nothing fits.
     """
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
     if cluster == "auto":
         from galvatron.measure.auto import request_here
 
-        return make_plan(request_here(source, Setup(**options)))
-    return make_plan(request_for(source, cluster, Setup(**options)))
+        return make_plan(request_here(source, setup))
+    return make_plan(request_for(source, cluster, setup))
 
 
 def _configuration(model: Any) -> dict[str, Any]:

@@ -83,9 +83,9 @@ def test_advice_is_true() -> None:
         make_plan(request_for("bert-large", "titan-rtx-8", base))
     advice = " ".join(caught.value.advice)
     assert "recompute" in advice
-    assert try_plan(request_for("bert-large", "titan-rtx-8", replace(base, recompute=True))) is not None
+    assert try_plan(request_for("bert-large", "titan-rtx-8", {**base, "recompute": True})) is not None
     smaller = int(advice.split("a smaller batch: ")[1].split()[0])
-    assert try_plan(request_for("bert-large", "titan-rtx-8", replace(base, batch=smaller))) is not None
+    assert try_plan(request_for("bert-large", "titan-rtx-8", {**base, "batch": smaller})) is not None
 
 
 def test_comparison_tells_out_of_memory_from_impossible() -> None:

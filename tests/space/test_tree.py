@@ -86,7 +86,7 @@ def test_the_flags_of_a_strategy() -> None:
     """Each extension appears exactly where it means something: +sp with TP, +zero2 with DP and without SDP."""
     for strategy in tree(8):
         flagged = {
-            Strategy(strategy.axes, recompute, sequence, zero2)
+            Strategy(strategy.axes, recompute=recompute, sequence_parallel=sequence, zero2=zero2)
             for recompute, sequence, zero2 in product((False, True), repeat=3)
             if not (sequence and strategy.degree(Kind.TP) == 1)
             and not (zero2 and (strategy.degree(Kind.DP) == 1 or strategy.degree(Kind.SDP) > 1))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.planner.plan.options import Setup
 
 if TYPE_CHECKING:
     from galvatron.planner.plan.compare import Cell
-    from galvatron.planner.plan.setup import Setup
 
 __all__ = ["command"]
 
@@ -30,7 +29,7 @@ def command(
     from galvatron.planner.plan.setup import request_for
 
     budgets = [parse_bytes(part, where="memory") for part in memory.split(",")]
-    comparison = compare(request_for(model, cluster, replace(setup, memory=max(budgets))), budgets)
+    comparison = compare(request_for(model, cluster, {**setup, "memory": max(budgets)}), budgets)
     if as_json:
         opt.print_json([_entry(cell) for row in comparison.rows for cell in row])
         return

@@ -20,7 +20,8 @@ def command(
 ) -> None:
     """List the models known by name, or show the layers of one."""
     from galvatron.families import load_model, model_names
-    from galvatron.planner.plan.setup import Setup, training_of
+    from galvatron.planner.plan.options import Setup
+    from galvatron.planner.plan.setup import training_of
 
     training = training_of(Setup(precision=precision, attention="paper" if paper else attention))
     specs = [load_model(name, training) for name in ([model] if model else model_names())]

@@ -6,9 +6,11 @@ import inspect
 import json
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+
+from galvatron.planner.plan.options import help_of, setup_fields
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,49 +39,24 @@ ClusterHere = Annotated[
     str,
     typer.Option("--cluster", "-c", help="A preset ('galvatron clusters'), a .toml file, or auto: measure this one."),
 ]
-PrecisionKind = Annotated[
-    str | None, typer.Option("--precision", help="fp32 or bf16 (default: bf16 where the device has it).")
-]
-AttentionKind = Annotated[str | None, typer.Option("--attention", help="fused (default), eager, or paper.")]
+PrecisionKind = Annotated[str | None, typer.Option("--precision", help=help_of("precision"))]
+AttentionKind = Annotated[str | None, typer.Option("--attention", help=help_of("attention"))]
 Virtual = Annotated[
     int | None, typer.Option("--virtual", help="Share one GPU as so many devices (CUDA MPS): any plan on one GPU.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
-def _switch(help: str, name: str) -> Any:
-    return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", help=help)]
+def _option(name: str, kind: Any) -> Any:
+    """A field of a setup as an option: a type that the command line can read, and the field's own help."""
+    option = name.replace("_", "-")
+    if kind == bool | None:
+        return Annotated[bool | None, typer.Option(f"--{option}/--no-{option}", help=help_of(name))]
+    text = str in get_args(kind)  # of sizes and paths the command line knows only the text
+    return Annotated[str | None if text else kind, typer.Option(f"--{option}", help=help_of(name))]
 
 
-_SETUP: dict[str, Any] = {
-    "memory": Annotated[str | None, typer.Option(help="Budget of each device: 8GB, 8GiB (default: all it has).")],
-    "batch": Annotated[int | None, typer.Option(help="Plan for exactly this global batch.")],
-    "batch_step": Annotated[int | None, typer.Option(help="Search batches in steps of this many samples (default 8).")],
-    "max_batch": Annotated[int | None, typer.Option(help="Largest batch searched (default 64 for each device).")],
-    "max_micro_batches": Annotated[int | None, typer.Option(help="Most micro-batches considered.")],
-    "space": Annotated[str, typer.Option(help="full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp.")],
-    "schedule": Annotated[str | None, typer.Option(help="gpipe or 1f1b (default 1f1b).")],
-    "cuts": Annotated[
-        str | None, typer.Option(help="exact (default), or a guideline of the paper: layers, parameters, memory, time.")
-    ],
-    "precision": PrecisionKind,
-    "attention": AttentionKind,
-    "dropout": _switch("Default: as the model's configuration.", "dropout"),
-    "sequence_length": Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")],
-    "profile": Annotated[str | None, typer.Option(help="Measured layers (.toml).")],
-    "recompute": _switch("Recompute, chosen layer by layer.", "recompute"),
-    "sequence_parallel": _switch("Sequence parallelism beside TP.", "sequence-parallel"),
-    "zero2": _switch("ZeRO-2 style DP.", "zero2"),
-    "hybrid_sharding": _switch("DP over SDP (Takeaway #3 off).", "hybrid-sharding"),
-    "accumulation": _switch("Micro-batches without a pipeline.", "accumulation"),
-    "paper": Annotated[
-        bool,
-        typer.Option(
-            "--paper",
-            help="The paper's setting: GPipe, fp32, no recompute, its attention, space, pruning and cuts by memory.",
-        ),
-    ],
-}
+_SETUP: dict[str, Any] = {name: _option(name, kind) for name, kind in setup_fields().items()}
 """The options of a setup, by the names of its fields."""
 _DEFAULTS = {"space": "full", "paper": False}
 
@@ -91,14 +68,10 @@ def takes_setup(*leave_out: str) -> Callable[[Callable[..., None]], Callable[...
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def command(**given: Any) -> None:
-            from galvatron.planner.plan.setup import Setup
+            said: Any = {name: given.pop(name) for name in names}
+            function(**given, setup=said)
 
-            said = {name: given.pop(name) for name in names}
-            function(**given, setup=Setup(**said))
-
-        # The setup's own type is imported only when a command runs; anything may stand for it here.
-        known = {**function.__globals__, "Setup": object}
-        own = inspect.signature(function, globals=known, eval_str=True).parameters
+        own = inspect.signature(function, eval_str=True).parameters
         options = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=_SETUP[name]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from galvatron.cli import options as opt
-
-if TYPE_CHECKING:
-    from galvatron.planner.plan.setup import Setup
+from galvatron.planner.plan.options import Setup
 
 __all__ = ["command"]
 

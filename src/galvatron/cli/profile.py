@@ -77,7 +77,8 @@ def model_command(
     from galvatron.measure.auto import AUTO
     from galvatron.measure.clusters import profile_cluster
     from galvatron.measure.layers import profile_model
-    from galvatron.planner.plan.setup import Setup, training_of
+    from galvatron.planner.plan.options import Setup
+    from galvatron.planner.plan.setup import training_of
     from galvatron.processes.virtual import virtual_gpus
 
     _check(output)

@@ -10,10 +10,10 @@ import typer
 
 from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.options import Setup
 
 if TYPE_CHECKING:
     from galvatron.planner.plan.plan import Plan
-    from galvatron.planner.plan.setup import Setup
     from galvatron.train.settings import Settings
 
 __all__ = ["command"]

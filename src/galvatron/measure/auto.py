@@ -11,8 +11,9 @@ from typing import Any
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layers import profile_model
+from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.planner import Request
-from galvatron.planner.plan.setup import Setup, request_for
+from galvatron.planner.plan.setup import request_for
 from galvatron.processes.job import Progress
 
 __all__ = ["AUTO", "request_here"]

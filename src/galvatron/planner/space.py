@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.strategy import Axis, Kind, Strategy
+from galvatron.core.spec import LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
 
 __all__ = [
     "EXTENDED",
@@ -25,6 +25,7 @@ __all__ = [
     "Rule",
     "Space",
     "Switches",
+    "default_switches",
     "divisors",
     "pipeline_degrees",
     "space_named",
@@ -97,24 +98,14 @@ def _ordered_factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Switches:
-    """Extensions of the paper's space, each on or off; a plan records them."""
-
-    recompute: bool = False
-    """Each layer may keep only its input and run forward again."""
-    sequence_parallel: bool = False
-    """Each layer with TP may also divide what TP replicates along the sequence, where it has one."""
-    zero2: bool = False
-    """Each layer with DP may shard gradients and optimizer states."""
-    hybrid_sharding: bool = False
-    """DP over SDP in one layer: turns Takeaway #3 off."""
-    accumulation: bool = False
-    """Micro-batches without a pipeline: gradients accumulate over them."""
-
-
 PAPER = Switches()
-EXTENDED = Switches(recompute=True, sequence_parallel=True, zero2=True, hybrid_sharding=True, accumulation=True)
+EXTENDED = Switches(**{switch.name: switch.default for switch in SWITCHES})
+
+
+def default_switches(cluster: Cluster) -> Switches:
+    """What is searched where nobody says: some extensions only where islands differ in speed."""
+    off = [switch.name for switch in SWITCHES if switch.uneven_links_only and not cluster.has_uneven_links]
+    return replace(EXTENDED, **dict.fromkeys(off, False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,14 +146,15 @@ class Space:
         return tuple(flagged for path in paths for flagged in self._flagged(path))
 
     def _flagged(self, path: Strategy) -> list[Strategy]:
-        has_dp, has_sdp = path.degree(Kind.DP) > 1, path.degree(Kind.SDP) > 1
-        shards = self.switches.zero2 and Kind.SDP in self.kinds  # a space without SDP shards nothing
-        zero2 = (False, True) if shards and has_dp and not has_sdp else (False,)
-        sequence = (False, True) if self.switches.sequence_parallel and path.degree(Kind.TP) > 1 else (False,)
-        recompute = (False, True) if self.switches.recompute else (False,)
-        return [
-            replace(path, zero2=z, sequence_parallel=s, recompute=r) for z, s, r in product(zero2, sequence, recompute)
+        """The path with each combination of the switches that are on and that it can use."""
+        kinds = frozenset(axis.kind for axis in path.axes)
+        usable = [
+            switch.name
+            for switch in reversed(LAYER_SWITCHES)
+            if getattr(self.switches, switch.name) and switch.space_needs <= self.kinds and switch.possible(kinds)
         ]
+        choices = product((False, True), repeat=len(usable))
+        return [Strategy(path.axes, **dict(zip(usable, choice, strict=True))) for choice in choices]
 
 
 SPACES = (

@@ -15,8 +15,9 @@ from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput, Rank
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.auto import AUTO, request_here
 from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import Setup, request_for
+from galvatron.planner.plan.setup import request_for
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
 from galvatron.train.metrics import check_sinks
@@ -153,7 +154,7 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
             return plan
         if wanted < plan.cluster.devices:
             return replanned(asked, plan, wanted)
-        return _planned(asked, plan.model.spec(), replace(asked.setup, batch=plan.batch), wanted, screen)
+        return _planned(asked, plan.model.spec(), {**asked.setup, "batch": plan.batch}, wanted, screen)
     if asked.source is None:
         raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
     if is_plan(asked.source):
@@ -182,7 +183,7 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
 def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
     """For fewer devices, from the figures the plan was made with: the same model and batch, so that training goes on as
     it was. If so many devices cannot be used, the next smaller number that can."""
-    setup = replace(asked.setup, batch=plan.batch)
+    setup: Setup = {**asked.setup, "batch": plan.batch}
     for count in range(devices, 0, -1):
         request = request_for(plan.model.spec(), plan.cluster.facts.shrunk(count), setup)
         try:

@@ -15,8 +15,11 @@ from galvatron.core.spec.strategy import (
     lines_up,
     prime_factors,
 )
+from galvatron.core.spec.switches import LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
 
 __all__ = [
+    "LAYER_SWITCHES",
+    "SWITCHES",
     "Attention",
     "Axis",
     "Cluster",
@@ -36,6 +39,9 @@ __all__ = [
     "ModelSpec",
     "Precision",
     "Strategy",
+    "Switch",
+    "SwitchChoices",
+    "Switches",
     "TensorParallel",
     "Training",
     "by_digits",

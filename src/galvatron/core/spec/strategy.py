@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.switches import LAYER_SWITCHES, Kind, LayerSwitches
 
 __all__ = [
     "Axis",
@@ -27,17 +27,6 @@ __all__ = [
     "lines_up",
     "prime_factors",
 ]
-
-
-class Kind(StrEnum):
-    """A basic parallelism inside a stage (paper Section 3.1)."""
-
-    DP = "dp"
-    """Data parallelism: samples divided, parameters replicated."""
-    SDP = "sdp"
-    """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
-    TP = "tp"
-    """Tensor parallelism (Megatron): weights and inner activations divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +73,17 @@ class Form:
 
 
 _AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
-_TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>(?:\+zero2)?(?:\+sp)?(?:\+rc)?)")
+_WRITTEN = LAYER_SWITCHES[::-1]
+"""In the order of a strategy's text: "dp4+zero2+rc"."""
+_FLAGS = "".join(rf"(?:\+{switch.text})?" for switch in _WRITTEN)
+_TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>{_FLAGS})")
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """Axes from outermost (far apart devices) to innermost (neighbours), plus flags."""
+class Strategy(LayerSwitches):
+    """Axes from outermost (far apart devices) to innermost (neighbours), plus switches."""
 
     axes: tuple[Axis, ...] = ()
-    recompute: bool = False
-    """Keep only the layer's input and run its forward again in backward."""
-    sequence_parallel: bool = False
-    """Megatron's sequence parallelism: what TP would replicate is divided along the sequence."""
-    zero2: bool = False
-    """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
 
     @cached_property
     def devices(self) -> int:
@@ -132,8 +118,7 @@ class Strategy:
 
     def __str__(self) -> str:
         axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"
-        flags = (("+zero2", self.zero2), ("+sp", self.sequence_parallel), ("+rc", self.recompute))
-        return axes + "".join(text for text, on in flags if on)
+        return axes + "".join(f"+{switch.text}" for switch in _WRITTEN if getattr(self, switch.name))
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -149,19 +134,18 @@ class Strategy:
             name = "".join(takewhile(str.isalpha, part))
             axes.append(Axis(Kind(name), int(part[len(name) :])))
         flags = match["flags"].split("+")[1:]
-        strategy = cls(tuple(axes), "rc" in flags, "sp" in flags, "zero2" in flags)
+        strategy = cls(tuple(axes), **{switch.name: switch.text in flags for switch in LAYER_SWITCHES})
         strategy.check()
         return strategy
 
     def check(self) -> None:
-        """Reject what no decision tree holds: a kind twice, a degree below two, a flag without its axis."""
+        """Reject what no decision tree holds: a kind twice, a degree below two, a switch without its axis."""
         kinds = [axis.kind for axis in self.axes]
         if len(set(kinds)) != len(kinds) or any(axis.degree < 2 for axis in self.axes):
             raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
-        if self.sequence_parallel and Kind.TP not in kinds:
-            raise InvalidInput(f"strategy {str(self)!r}: sequence parallelism (+sp) needs a tp axis")
-        if self.zero2 and (Kind.DP not in kinds or Kind.SDP in kinds):
-            raise InvalidInput(f"strategy {str(self)!r}: ZeRO-2 (+zero2) needs a dp axis and no sdp axis")
+        for switch in LAYER_SWITCHES:
+            if getattr(self, switch.name) and not switch.possible(frozenset(kinds)):
+                raise InvalidInput(f"strategy {str(self)!r}: {switch.title} (+{switch.text}) needs {switch.condition}")
 
 
 @lru_cache(maxsize=65536)

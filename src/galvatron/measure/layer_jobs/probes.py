@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galvatron.core.spec import Cluster, LayerSpec, ModelSpec
+from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
 
 __all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Way", "probes_of", "ways_of"]
@@ -27,8 +27,14 @@ class Way:
 
     @property
     def strategy(self) -> str:
-        axes = ["sdp2"] * self.sharded + [f"tp{self.tp}"] * (self.tp > 1)
-        return ("-".join(axes) or "single") + "+sp" * self.sequence_parallel + "+rc" * self.recompute
+        axes = ((Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
+        return str(
+            Strategy(
+                tuple(Axis(kind, degree) for kind, degree in axes if degree > 1),
+                sequence_parallel=self.sequence_parallel,
+                recompute=self.recompute,
+            )
+        )
 
     @property
     def ranks(self) -> int:

@@ -1,5 +1,6 @@
 """What a layer, a layout change, a stage and an iteration cost: one file a formula family."""
 
+from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
 from galvatron.planner.cost.memory import STATE_BYTES
 from galvatron.planner.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
@@ -14,6 +15,7 @@ __all__ = [
     "STATE_BYTES",
     "Conventions",
     "CostModel",
+    "Floats",
     "Integers",
     "LayerCosts",
     "Pace",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import LAYER_SWITCHES, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
 from galvatron.planner.cost.communication import Floats, GroupLinks
 
 __all__ = ["Bools", "Integers", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
@@ -61,7 +61,7 @@ class LayerArrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyArrays:
-    """The strategies of one stage size: degrees, flags, and the links of each axis' groups."""
+    """The strategies of one stage size: degrees, switches, and the links of each axis' groups."""
 
     data: Floats
     dp: GroupLinks
@@ -183,7 +183,5 @@ def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> Strateg
         dp=groups(Kind.DP),
         sdp=groups(Kind.SDP),
         tp=groups(Kind.TP),
-        recompute=np.array([strategy.recompute for strategy in strategies]),
-        sequence_parallel=np.array([strategy.sequence_parallel for strategy in strategies]),
-        zero2=np.array([strategy.zero2 for strategy in strategies]),
+        **{each.name: np.array([getattr(strategy, each.name) for strategy in strategies]) for each in LAYER_SWITCHES},
     )

@@ -19,13 +19,25 @@ class Conventions:
     name: str
     gather_ahead: bool
     """Whether SDP gathers the next layer's parameters beside forward computation (else forward waits for them)."""
-    gathered_copies: int
-    """Under SDP, whole copies of a layer's parameters while it runs backward: gathered, and the next one's prefetched;
-    with any of them also the layer's whole gradient, in fp32 as it is reduced."""
+    sdp_buffers_in_backward: bool
+    """Whether SDP takes memory beside shards while a layer runs backward, as FSDP2 does: its gathered parameters and
+    its whole gradient, which is reduced in fp32."""
+    layers_prefetched: int
+    """Where it does, layers whose parameters are gathered ahead of the one that runs backward."""
+    lent_stay_gathered: bool
+    """Whether SDP keeps weights that later layers borrow gathered, from their first use to their last."""
+    late_gradients: bool
+    """Whether the place of a shard's gradient is made only when the first micro-batch's is reduced."""
     largest_layers_kept: int
     """Under SDP, gather buffers as large as the model's largest layer that the allocator keeps all the time."""
     pipeline_transients: int
     """Micro-batches whose working sets a pipeline's stage holds at once (no more than there are)."""
+    whole_tensors_in_tp: bool
+    """Whether a layer's backward under TP counts the boundary tensors that are whole on each rank, and what a profile
+    measured of it; the paper's figures are fitted without."""
+    prices_borrowing: bool
+    """Whether a layer pays to borrow a tied weight that its owner splits otherwise; else all are held to split it
+    alike."""
     counts_rows: bool
     """Whether Slice-Gather of a micro-batch with too few rows gathers it whole; the paper's prices know no rows."""
 
@@ -33,17 +45,27 @@ class Conventions:
 GALVATRON = Conventions(
     name="galvatron",
     gather_ahead=True,
-    gathered_copies=2,
+    sdp_buffers_in_backward=True,
+    layers_prefetched=1,
+    lent_stay_gathered=True,
+    late_gradients=True,
     largest_layers_kept=0,
     pipeline_transients=1,
+    whole_tensors_in_tp=True,
+    prices_borrowing=True,
     counts_rows=True,
 )
 PAPER_SYSTEMS = Conventions(
     name="paper",
     gather_ahead=False,
-    gathered_copies=0,
+    sdp_buffers_in_backward=False,
+    layers_prefetched=0,
+    lent_stay_gathered=False,
+    late_gradients=False,
     largest_layers_kept=1,
     pipeline_transients=2,
+    whole_tensors_in_tp=False,
+    prices_borrowing=False,
     counts_rows=False,
 )
 CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)

@@ -5,6 +5,8 @@ A stage's peak is the sum over its layers of states and saved activations, plus 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from galvatron.core.spec import Precision
@@ -15,6 +17,7 @@ from galvatron.planner.cost.conventions import Conventions
 __all__ = [
     "GRADIENT_BYTES",
     "STATE_BYTES",
+    "Weights",
     "activation_bytes",
     "late_gradient_bytes",
     "lent_bytes",
@@ -30,6 +33,15 @@ GRADIENT_BYTES = 4
 _EARLY_GRADIENT = 1 / 3
 """Share of a layer's gradient that is there when its activations peak in backward: that of its last projection, 4h² of
 a block's 12h² parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of each kind of layer under each strategy on one device, before data parallelism shards them."""
+
+    held: Floats
+    lent: Floats
+    """Those of them that later layers of the stage borrow."""
 
 
 def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
@@ -55,7 +67,7 @@ def late_gradient_bytes(
     """What states have too much where an iteration has one micro-batch: FSDP2 makes the place of a shard's gradient
     when that is reduced, and then the layer's activations are gone."""
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    late = (shards > 1) & (micro_batches == 1) & (conventions.gathered_copies > 0)
+    late = (shards > 1) & (micro_batches == 1) & conventions.late_gradients
     gradient = GRADIENT_BYTES * parameters / shards
     total: Floats = np.where(late, np.minimum(gradient, activation_bytes(samples, layers, strategies)), 0.0)
     return total
@@ -64,8 +76,8 @@ def late_gradient_bytes(
 def lent_bytes(lent: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
     """Parameters that a layer lends to later ones of its stage (a tied head) stay gathered under SDP, from the first
     use to the last. (ZeRO-2 keeps them gathered anyway.)"""
-    gathers = (strategies.sdp.size > 1) & (conventions.gathered_copies > 0)
-    total: Floats = gathers * precision.bytes * lent
+    stays = (strategies.sdp.size > 1) & conventions.lent_stay_gathered
+    total: Floats = stays * precision.bytes * lent
     return total
 
 
@@ -79,8 +91,7 @@ def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyA
 
 def transient_bytes(
     samples: Floats,
-    parameters: Floats,
-    lent: Floats,
+    weights: Weights,
     layers: LayerArrays,
     strategies: StrategyArrays,
     precision: Precision,
@@ -96,16 +107,17 @@ def transient_bytes(
     under ZeRO-2 the larger of the two counts. Lent weights have their copy already, and nothing is prefetched behind
     them.
     """
+    parameters = weights.held
     restored = strategies.recompute * _full_activation_bytes(layers, strategies)
     work = samples * (working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
-    gathers = sharded & (conventions.gathered_copies > 0)
-    lent = np.where(gathers, lent, 0)
+    gathers = sharded & conventions.sdp_buffers_in_backward
+    lent = np.where(gathers & conventions.lent_stay_gathered, weights.lent, 0)
     whole = (parameters - lent) * precision.bytes
     growing = np.maximum(whole * _EARLY_GRADIENT, whole - work)
     own = np.where(gathers, growing, 0) + lent * precision.bytes
     ahead = np.where(lent > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
-    gathered = gathers * precision.bytes * (parameters - lent + (conventions.gathered_copies - 1) * ahead)
+    gathered = gathers * precision.bytes * (parameters - lent + conventions.layers_prefetched * ahead)
     freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
     buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
     reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
@@ -128,7 +140,7 @@ def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: 
     """
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     divided: Floats = layers.transient_bytes / split
-    if not conventions.gathered_copies:  # the paper's figures are fitted without
+    if not conventions.whole_tensors_in_tp:
         return divided
     message = layers.tp_message_bytes
     outside = np.minimum(layers.transient_bytes, 3 * message)

@@ -193,8 +193,7 @@ class StageCosts:
             transient_bytes=_up(
                 memory.transient_bytes(
                     samples * self._working_sets(micro_batches),
-                    parameters,
-                    lent,
+                    memory.Weights(parameters, lent),
                     layers,
                     arrays,
                     precision,
@@ -206,10 +205,8 @@ class StageCosts:
     def borrowing(self, kinds: Sequence[int], *, first: bool) -> list[int]:
         """Places of the layers in a stage that share a tied weight, its owner before those that borrow it; fewer than
         two: nobody borrows. ``first``: the stage begins with the model's first layer, to which all others are tied.
-
-        The systems of the paper are priced as if their layers split it alike.
         """
-        if self.cost.conventions.gathered_copies == 0 or not self._layers.tied_parameters.any():
+        if not self.cost.conventions.prices_borrowing or not self._layers.tied_parameters.any():
             return []
         return [
             place for place, kind in enumerate(kinds) if self._layers.tied_parameters[kind] or (first and not place)

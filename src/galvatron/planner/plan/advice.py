@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
-from galvatron.core.spec import Attention, Kind, Level, Precision
+from galvatron.core.spec import SWITCHES, Attention, Kind, Level, Precision
 from galvatron.core.units import format_bytes
 from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
@@ -105,8 +105,11 @@ def _remedies(request: Request) -> list[str]:
                 found.append(f"a smaller batch: {batch} fits (--batch {batch})")
                 break
     switches = request.effective_switches
-    if not switches.recompute and _fits(replace(request, switches=replace(switches, recompute=True))):
-        found.append("recompute: keep only each layer's input and run forward again (--recompute)")
+    for switch in SWITCHES:
+        if switch.remedy is None or getattr(switches, switch.name):
+            continue
+        if _fits(replace(request, switches=replace(switches, **{switch.name: True}))):
+            found.append(f"{switch.title}: {switch.remedy} (--{switch.option})")
     if request.space != "full" and _fits(replace(request, space="full")):
         found.append("the full space of strategies (--space full)")
     for factor in (2, 4, 8, 16, 32):

@@ -13,7 +13,7 @@ from galvatron.planner.plan.advice import impossibility, smallest_budget
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
 from galvatron.planner.search import CutRule
-from galvatron.planner.space import SPACES, Switches
+from galvatron.planner.space import SPACES
 
 __all__ = ["Explanation", "Rival", "explain", "request_of", "rivals", "time_shares"]
 
@@ -90,13 +90,7 @@ def request_of(plan: Plan) -> Request:
         batch_step=None if fixed else space.batches[0],
         max_batch=None if fixed else space.batches[-1],
         space=space.name,
-        switches=Switches(
-            recompute=space.recompute,
-            sequence_parallel=space.sequence_parallel,
-            zero2=space.zero2,
-            hybrid_sharding=space.hybrid_sharding,
-            accumulation=space.accumulation,
-        ),
+        switches=space.switches,
         schedule=Schedule(plan.schedule),
         cuts=CutRule(space.cuts),
         conventions=conventions,

@@ -1,14 +1,27 @@
-"""From a request to a plan: runs the search and writes its result out in full."""
+"""From a request to a plan: the search decides, and what is decided (by it or by hand) is priced and written out."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster, ModelProfile, ModelSpec
-from galvatron.planner.cost import GALVATRON, Conventions, CostModel, Schedule
+from galvatron.core.spec import Cluster, Kind, ModelProfile, ModelSpec, Strategy
+from galvatron.planner.cost import (
+    GALVATRON,
+    NEVER,
+    Conventions,
+    CostModel,
+    Floats,
+    Integers,
+    Pace,
+    Schedule,
+    in_flight,
+    iteration_ns,
+)
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import (
     FORMAT_VERSION,
@@ -22,9 +35,9 @@ from galvatron.planner.plan.record import (
     TimeUse,
 )
 from galvatron.planner.search import CutRule, Optimum, Problem, search
-from galvatron.planner.space import EXTENDED, Switches, space_named
+from galvatron.planner.space import Switches, default_switches, space_named
 
-__all__ = ["Request", "default_batch_step", "try_plan"]
+__all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
 
 _SAMPLES_PER_DEVICE = 64
 """Largest batch searched by default, for each device: beyond it throughput hardly grows."""
@@ -99,9 +112,7 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        if self.switches is not None:
-            return self.switches
-        return replace(EXTENDED, hybrid_sharding=self.cluster.has_uneven_links)
+        return default_switches(self.cluster) if self.switches is None else self.switches
 
     def problem(self) -> Problem:
         """The search problem this request is."""
@@ -124,35 +135,50 @@ def default_batch_step(devices: int) -> int:
 def try_plan(request: Request) -> Plan | None:
     """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would."""
     optimum = search(request.problem())
-    return None if optimum is None else _written_out(request, optimum)
+    if optimum is None:
+        return None
+    decisions = Decisions(batch=optimum.batch, micro_batches=optimum.micro_batches, stages=optimum.strategies)
+    return written_out(request, decisions, _certificate(optimum))
 
 
-def _written_out(request: Request, optimum: Optimum) -> Plan:
-    stages = []
-    size = request.cluster.devices // optimum.pipeline_degree
-    for p in range(optimum.pipeline_degree):
-        begin, end = optimum.solved.positions[p : p + 2]
-        names = [layer.name for layer in request.model.layers[begin:end]]
-        memory = _memory_use(request, optimum, p)
-        stages.append(
-            PlannedStage(
-                devices=tuple(range(p * size, (p + 1) * size)),
-                layers=tuple(
-                    PlannedLayer(index=begin + i, layer=name, strategy=str(strategy))
-                    for i, (name, strategy) in enumerate(zip(names, optimum.strategies[p], strict=True))
-                ),
-                time_s=optimum.solved.stages[p].time / 1e9,
-                time=_time_use(optimum, p),
-                in_flight=optimum.combination.in_flight[p],
-                memory_bytes=sum(asdict(memory).values()),
-                memory=memory,
-            )
-        )
+def _certificate(optimum: Optimum) -> Certificate:
+    proof = optimum.proof
     iteration_s = optimum.solved.iteration_ns / 1e9
     throughput = optimum.batch / optimum.solved.iteration_ns
-    lower_bound_s = iteration_s * min(1.0, throughput / max(throughput, optimum.proof.rest_bound))
-    slowest_ns = max(stage.time for stage in optimum.solved.stages)
-    switches, proof = request.effective_switches, optimum.proof
+    lower_bound_s = iteration_s * min(1.0, throughput / max(throughput, proof.rest_bound))
+    return Certificate(
+        lower_bound_s=lower_bound_s,
+        gap=iteration_s / lower_bound_s - 1,
+        combinations=proof.combinations,
+        opened=proof.opened,
+        solved=proof.solved,
+        stages_solved=proof.stages_solved,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decisions:
+    """All that a plan decides, by a search or by hand; what it costs follows from the request."""
+
+    batch: int
+    micro_batches: int
+    stages: tuple[tuple[Strategy, ...], ...]
+    """Strategy of each layer, by stage, and thereby where stages begin."""
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch // self.micro_batches
+
+
+def written_out(request: Request, decisions: Decisions, certificate: Certificate | None) -> Plan:
+    """The plan that decides so, priced on the request's cluster and written out in full."""
+    pricing = _Pricing(request, decisions)
+    spans = pairwise([0, *accumulate(map(len, decisions.stages))])
+    stages = [pricing.stage(number, span) for number, span in enumerate(spans)]
+    times_ns = [time_ns for _, time_ns in stages]
+    pace = Pace.of(len(stages), decisions.micro_batches, request.cluster.compute_contention)
+    total_ns = iteration_ns(times_ns, pace)
+    iteration_s = total_ns / 1e9
     return Plan(
         version=FORMAT_VERSION,
         model=ModelFacts.of(request.model),
@@ -160,7 +186,7 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
         profile=request.profile,
         space=SpaceFacts(
             name=request.space,
-            **asdict(switches),
+            **asdict(request.effective_switches),
             cuts=request.cuts.value,
             conventions=request.conventions.name,
             batches=request.batches,
@@ -168,61 +194,96 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
         ),
         memory_budget_bytes=request.budget_bytes,
         schedule=request.schedule.value,
-        batch=optimum.batch,
-        micro_batches=optimum.micro_batches,
-        throughput=optimum.batch / iteration_s,
+        batch=decisions.batch,
+        micro_batches=decisions.micro_batches,
+        throughput=decisions.batch / iteration_s,
         iteration_s=iteration_s,
-        bubble_s=max(0, optimum.solved.iteration_ns - optimum.micro_batches * slowest_ns) / 1e9,
-        stages=tuple(stages),
-        certificate=Certificate(
-            lower_bound_s=lower_bound_s,
-            gap=iteration_s / lower_bound_s - 1,
-            combinations=proof.combinations,
-            opened=proof.opened,
-            solved=proof.solved,
-            stages_solved=proof.stages_solved,
-        ),
+        bubble_s=max(0, total_ns - decisions.micro_batches * max(times_ns)) / 1e9,
+        stages=tuple(stage for stage, _ in stages),
+        certificate=certificate,
     )
 
 
-def _memory_use(request: Request, optimum: Optimum, stage: int) -> MemoryUse:
-    combination = optimum.combination
-    begin, end = optimum.solved.positions[stage : stage + 2]
-    rows, columns = combination.layers.kinds[begin:end], np.array(optimum.solved.stages[stage].choice)
-    tables = combination.tables
-    borrowed = combination.costs.resplit_in(rows, columns, combination.micro_batch, first=begin == 0)
-    activations = tables.activation_bytes[rows, columns] + borrowed.activation_bytes
-    return MemoryUse(
-        states=int(tables.state_bytes[rows, columns].sum()),
-        activations=int(activations.sum()) * combination.in_flight[stage],
-        transient=int((tables.transient_bytes[rows, columns] + borrowed.transient_bytes).max()),
-        reserved=request.cluster.reserved_bytes,
-    )
+class _Pricing:
+    """What decisions cost, stage by stage: the cost model's tables for just the strategies that they use."""
 
+    def __init__(self, request: Request, decisions: Decisions) -> None:
+        self.request, self.decisions = request, decisions
+        names = [kind.name for kind in request.model.kinds]
+        self.kinds = np.array([names.index(layer.name) for layer in request.model.layers])
+        used = tuple(dict.fromkeys(chain.from_iterable(decisions.stages)))
+        self.costs = request.problem().cost.stage(used, len(decisions.stages))
+        self.column_of = {strategy: column for column, strategy in enumerate(used)}
+        micro_batch, micro_batches = np.array(decisions.micro_batch), np.array(decisions.micro_batches)
+        self.tables = self.costs.tables(micro_batch, micro_batches)
+        self.parts = self.costs.layer_costs(micro_batch)
+        self.change_ns = self.costs.change_ns(decisions.micro_batch)
+        self.transfer_ns = self.costs.transfer_ns(decisions.micro_batch)
 
-def _time_use(optimum: Optimum, stage: int) -> TimeUse:
-    combination = optimum.combination
-    begin, end = optimum.solved.positions[stage : stage + 2]
-    rows, columns = combination.layers.kinds[begin:end], np.array(optimum.solved.stages[stage].choice)
-    costs = combination.costs.layer_costs(np.array(combination.micro_batch))
-    borrowed = combination.costs.resplit_in(rows, columns, combination.micro_batch, first=begin == 0)
-    layouts = combination.costs.layout_of[columns]
-    transfer = 0
-    if begin > 0:
-        transfer += int(combination.transfer[combination.layers.kinds[begin - 1], layouts[0]])
-    if end < combination.layers.count:
-        transfer += int(combination.transfer[rows[-1], layouts[-1]])
+    def stage(self, number: int, span: tuple[int, int]) -> tuple[PlannedStage, int]:
+        """The stage of these layers, and its mean time of a micro-batch in nanoseconds."""
+        begin, end = span
+        chosen = self.decisions.stages[number]
+        self._check(begin, chosen)
+        rows, columns = self.kinds[begin:end], np.array([self.column_of[strategy] for strategy in chosen])
+        borrowed = self.costs.resplit_in(rows, columns, self.decisions.micro_batch, first=begin == 0)
+        change_ns, transfer_ns = self._moving_ns(span, columns)
+        borrowed_ns = int(borrowed.time_ns.sum())
+        time_ns = int(self.tables.time_ns[rows, columns].sum()) + borrowed_ns + change_ns + transfer_ns
+        degree, request = len(self.decisions.stages), self.request
+        flying = in_flight(number, degree, self.decisions.micro_batches, request.schedule)
+        activations = self.tables.activation_bytes[rows, columns] + borrowed.activation_bytes
+        memory = MemoryUse(
+            states=int(self.tables.state_bytes[rows, columns].sum()),
+            activations=int(activations.sum()) * flying,
+            transient=int((self.tables.transient_bytes[rows, columns] + borrowed.transient_bytes).max()),
+            reserved=request.cluster.reserved_bytes,
+        )
 
-    def total(table: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
-        full = np.broadcast_to(table, combination.tables.time_ns.shape)
-        return float(full[rows, columns].sum())
+        def total(table: Floats) -> float:
+            return float(np.broadcast_to(table, self.tables.time_ns.shape)[rows, columns].sum())
 
-    return TimeUse(
-        compute_s=total(costs.compute_s),
-        tp_s=total(costs.tp_s) + float(borrowed.time_ns.sum()) / 1e9,
-        sdp_s=total(costs.sdp_s),
-        layout_s=float(combination.change[rows[:-1], layouts[:-1], layouts[1:]].sum()) / 1e9,
-        transfer_s=transfer / 1e9,
-        sync_s=total(costs.sync_s),
-        optimizer_s=total(costs.optimizer_s),
-    )
+        size = request.cluster.devices // degree
+        stage = PlannedStage(
+            devices=tuple(range(number * size, (number + 1) * size)),
+            layers=tuple(
+                PlannedLayer(index=index, layer=request.model.layers[index].name, strategy=str(strategy))
+                for index, strategy in enumerate(chosen, start=begin)
+            ),
+            time_s=time_ns / 1e9,
+            time=TimeUse(
+                compute_s=total(self.parts.compute_s),
+                tp_s=total(self.parts.tp_s) + borrowed_ns / 1e9,
+                sdp_s=total(self.parts.sdp_s),
+                layout_s=change_ns / 1e9,
+                transfer_s=transfer_ns / 1e9,
+                sync_s=total(self.parts.sync_s),
+                optimizer_s=total(self.parts.optimizer_s),
+            ),
+            in_flight=flying,
+            memory_bytes=sum(asdict(memory).values()),
+            memory=memory,
+        )
+        return stage, time_ns
+
+    def _moving_ns(self, span: tuple[int, int], columns: Integers) -> tuple[int, int]:
+        """Of activations: between the layers of a stage, and from the stages beside it."""
+        begin, end = span
+        rows, layouts = self.kinds[begin:end], self.costs.layout_of[columns]
+        change = int(self.change_ns[rows[:-1], layouts[:-1], layouts[1:]].sum())
+        entering = int(self.transfer_ns[self.kinds[begin - 1], layouts[0]]) if begin > 0 else 0
+        leaving = int(self.transfer_ns[rows[-1], layouts[-1]]) if end < len(self.kinds) else 0
+        return change, entering + leaving
+
+    def _check(self, begin: int, chosen: Sequence[Strategy]) -> None:
+        """No search decides for what cannot be run; a hand may."""
+        for index, strategy in enumerate(chosen, start=begin):
+            if self.tables.time_ns[self.kinds[index], self.column_of[strategy]] < NEVER:
+                continue
+            kind = self.request.model.layers[index]
+            whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None
+            reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
+            raise InvalidInput(
+                f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "
+                f"micro-batches of {self.decisions.micro_batch}: {reason}"
+            )

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.files.reader import field_path, invalid, parse, read_text, shown
-from galvatron.core.spec import Kind, LayerSpec, Strategy
+from galvatron.core.spec import LAYER_SWITCHES, Kind, LayerSpec, Strategy
 from galvatron.planner.cost import CONVENTIONS, Schedule, in_flight
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
 from galvatron.planner.search import CutRule
@@ -174,14 +174,9 @@ def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, wh
         lengths = layer.tensor_parallel.sequence_divides if layer.tensor_parallel else ()
         having = f"sequences of {', '.join(map(str, lengths))}" if lengths else "nothing to divide along a sequence"
         raise InvalidInput(f"{where}.strategy: {text!r} divides sequences, but {layer.name!r} has {having}")
-    space = plan.space
-    for flag, used, on in (
-        ("recompute", strategy.recompute, space.recompute),
-        ("sequence_parallel", strategy.sequence_parallel, space.sequence_parallel),
-        ("zero2", strategy.zero2, space.zero2),
-    ):
-        if used and not on:
-            raise InvalidInput(f"{where}.strategy: {text!r} uses {flag}, which space.{flag} says was off")
+    for name in (switch.name for switch in LAYER_SWITCHES):
+        if getattr(strategy, name) and not getattr(plan.space, name):
+            raise InvalidInput(f"{where}.strategy: {text!r} uses {name}, which space.{name} says was off")
     if plan.micro_batch % strategy.data_degree:
         raise InvalidInput(
             f"{where}.strategy: {text!r} divides the batch by {strategy.data_degree}, "

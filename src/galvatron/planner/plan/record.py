@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from galvatron.core.spec import Cluster, LayerSpec, ModelProfile, ModelSpec, Strategy, Training
+from galvatron.core.spec import SWITCHES, Cluster, LayerSpec, ModelProfile, ModelSpec, Strategy, Switches, Training
 
 __all__ = [
     "FORMAT_VERSION",
@@ -79,21 +79,24 @@ class ClusterFacts:
     facts: Cluster
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpaceFacts:
-    """What was searched, and by which rules."""
-
+@dataclass(frozen=True, kw_only=True)
+class _SpaceName:
     name: str
-    recompute: bool
-    sequence_parallel: bool
-    zero2: bool
-    hybrid_sharding: bool
-    accumulation: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceFacts(Switches, _SpaceName):
+    """What was searched, and by which rules. In the file: the name, each switch, and the rest (bases go backwards)."""
+
     cuts: str
     conventions: str
     batches: tuple[int, ...]
     """Batch sizes considered."""
     max_micro_batches: int | None
+
+    @property
+    def switches(self) -> Switches:
+        return Switches(**{switch.name: getattr(self, switch.name) for switch in SWITCHES})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from galvatron.core.spec import LAYER_SWITCHES, SWITCHES
 from galvatron.core.units import format_bytes, format_count, format_seconds
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
@@ -60,8 +61,7 @@ def plan_view(plan: Plan) -> RenderableType:
 def _rules(plan: Plan) -> str:
     """What else bounded the search: extensions that were on, a guideline for cuts, a limit on micro-batches."""
     space = plan.space
-    names = ("recompute", "sequence_parallel", "zero2", "hybrid_sharding", "accumulation")
-    on = [name.replace("_", " ") for name in names if getattr(space, name)]
+    on = [switch.name.replace("_", " ") for switch in SWITCHES if getattr(space, switch.name)]
     rules = [f"with {', '.join(on)}"] if on else []
     if space.cuts != "exact":
         rules.append(f"cuts by {space.cuts}")
@@ -170,7 +170,7 @@ def _meaning(strategy: str) -> Iterator[str]:
     for axis in axes.split("-"):
         kind = axis.rstrip("0123456789")
         yield words[kind].format(axis[len(kind) :])
-    notes = {"rc": "recomputed in backward", "sp": "sequence split too", "zero2": "gradients and optimizer sharded"}
+    notes = {switch.text: switch.note for switch in LAYER_SWITCHES}
     yield from (notes[flag] for flag in flags)
 
 

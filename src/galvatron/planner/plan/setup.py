@@ -5,21 +5,32 @@ One place decides every default, for the command line and for Python alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Attention, Cluster, Kind, ModelProfile, ModelSpec, Precision, Training
+from galvatron.core.spec import (
+    SWITCHES,
+    Attention,
+    Cluster,
+    Kind,
+    ModelProfile,
+    ModelSpec,
+    Precision,
+    Switches,
+    Training,
+)
 from galvatron.core.units import parse_bytes
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS, Schedule
+from galvatron.planner.plan.options import Setup, setup_fields
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
-from galvatron.planner.space import EXTENDED, PAPER, Switches, space_named
+from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Options", "Setup", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
@@ -28,95 +39,57 @@ _PAPER_STEP = 8
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
-class Options(TypedDict, total=False):
-    """The fields of a setup as keywords, for type checkers."""
-
-    memory: str | int | None
-    batch: int | None
-    batch_step: int | None
-    max_batch: int | None
-    max_micro_batches: int | None
-    space: str
-    schedule: str | None
-    cuts: str | None
-    precision: str | None
-    attention: str | None
-    dropout: bool | None
-    sequence_length: int | None
-    profile: str | Path | None
-    recompute: bool | None
-    sequence_parallel: bool | None
-    zero2: bool | None
-    hybrid_sharding: bool | None
-    accumulation: bool | None
-    paper: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What may be said about a plan; None: not said."""
-
-    memory: str | int | None = None
-    batch: int | None = None
-    batch_step: int | None = None
-    max_batch: int | None = None
-    max_micro_batches: int | None = None
-    space: str = "full"
-    schedule: str | None = None
-    cuts: str | None = None
-    precision: str | None = None
-    attention: str | None = None
-    dropout: bool | None = None
-    sequence_length: int | None = None
-    profile: str | Path | None = None
-    recompute: bool | None = None
-    sequence_parallel: bool | None = None
-    zero2: bool | None = None
-    hybrid_sharding: bool | None = None
-    accumulation: bool | None = None
-    paper: bool = False
-    """The paper's setting: GPipe, fp32, its models' attention, its space and pruning, the systems of its time; unless
-    said otherwise also its guideline for cuts (by memory) and few micro-batches."""
-
-
 def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | Path | Cluster, setup: Setup) -> Request:
     """The request a user means; a dictionary is a model's configuration. Raises :class:`InvalidInput` for what cannot
     be meant."""
-    if setup.paper:
+    _reject_unknown(setup)
+    paper = setup.get("paper", False)
+    if paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     training = training_of(setup, cluster.device.precision)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     model = model if isinstance(model, ModelSpec) else load_model(model, training)
+    memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
+    schedule = _chosen(Schedule, setup.get("schedule"), "schedule", Schedule.ONE_F_ONE_B)
+    most = setup.get("max_micro_batches")
     return Request(
         model=model,
         cluster=cluster,
-        memory_bytes=None if setup.memory is None else parse_bytes(setup.memory, where="memory"),
-        batch=setup.batch,
-        batch_step=_PAPER_STEP if setup.paper and setup.batch is setup.batch_step is None else setup.batch_step,
-        max_batch=setup.max_batch,
-        space=setup.space,
+        memory_bytes=None if memory is None else parse_bytes(memory, where="memory"),
+        batch=batch,
+        batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
+        max_batch=setup.get("max_batch"),
+        space=_space(setup),
         switches=_switches(setup, cluster),
-        schedule=Schedule.GPIPE if setup.paper else _chosen(Schedule, setup.schedule, "schedule", Schedule.ONE_F_ONE_B),
-        cuts=_chosen(CutRule, setup.cuts, "cuts", CutRule.MEMORY if setup.paper else CutRule.EXACT),
-        conventions=PAPER_SYSTEMS if setup.paper else GALVATRON,
+        schedule=Schedule.GPIPE if paper else schedule,
+        cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
+        conventions=PAPER_SYSTEMS if paper else GALVATRON,
         profile=_profile(setup, model, cluster),
-        max_micro_batches=PAPER_MICRO_BATCHES
-        if setup.paper and setup.max_micro_batches is None
-        else setup.max_micro_batches,
+        max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
     )
+
+
+def _reject_unknown(setup: Setup) -> None:
+    unknown = sorted(set(setup) - set(setup_fields()))
+    if unknown:
+        raise TypeError(f"{unknown[0]!r} is not an option of a plan; they are {', '.join(setup_fields())}")
+
+
+def _space(setup: Setup) -> str:
+    return setup.get("space", "full")
 
 
 def _reject_unusable_switches(setup: Setup) -> None:
     """An extension asked for in a space that has no use for it would be dropped without a word."""
-    kinds = space_named(setup.space).kinds
-    for name, needed in (("zero2", {Kind.DP, Kind.SDP}), ("hybrid_sharding", {Kind.DP, Kind.SDP})):
-        if getattr(setup, name) and not needed <= kinds:
-            option = name.replace("_", "-")
+    kinds = space_named(_space(setup)).kinds
+    for switch in SWITCHES:
+        if setup.get(switch.name) and not switch.space_needs <= kinds:
+            needed = " and ".join(kind.upper() for kind in Kind if kind in switch.space_needs)
             raise InvalidInput(
-                f"--{option} asks for sharding beside DP, which space {setup.space!r} does not hold; use --space full "
-                f"or drop --{option}"
+                f"--{switch.option} needs both {needed}, which space {_space(setup)!r} does not hold; use --space full "
+                f"or drop --{switch.option}"
             )
 
 
@@ -124,37 +97,42 @@ def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
     fixed = {"schedule": ("gpipe",), "precision": ("fp32",), "attention": ("eager", "paper")}
     for name, allowed in fixed.items():
-        given = getattr(setup, name)
+        given = setup.get(name)
         if given is not None and given not in allowed:
             raise InvalidInput(
                 f"--paper means {name} {allowed[0]}, but {name} {given!r} is asked for; drop one of the two"
             )
-    for name in (field.name for field in fields(Switches)):
-        if getattr(setup, name):
-            option = name.replace("_", "-")
-            raise InvalidInput(f"--paper excludes the extension {option}, but it is asked for; drop one of the two")
+    for switch in SWITCHES:
+        if setup.get(switch.name):
+            raise InvalidInput(
+                f"--paper excludes the extension {switch.option}, but it is asked for; drop one of the two"
+            )
 
 
 def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training:
     """How the model is trained; ``precision`` is used where the setup says none."""
+    chosen = _chosen(Precision, setup.get("precision"), "precision", precision)
+    attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
+    paper = setup.get("paper", False)
     return Training(
-        precision=Precision.FP32 if setup.paper else _chosen(Precision, setup.precision, "precision", precision),
-        attention=Attention.PAPER if setup.paper else _chosen(Attention, setup.attention, "attention", Attention.FUSED),
-        dropout=setup.dropout,
-        sequence_length=setup.sequence_length,
+        precision=Precision.FP32 if paper else chosen,
+        attention=Attention.PAPER if paper else attention,
+        dropout=setup.get("dropout"),
+        sequence_length=setup.get("sequence_length"),
     )
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:
-    """All extensions unless told otherwise; hybrid sharding by default only where islands differ in speed."""
-    default = PAPER if setup.paper else replace(EXTENDED, hybrid_sharding=cluster.has_uneven_links)
-    said = {field.name: getattr(setup, field.name) for field in fields(Switches)}
-    return replace(default, **{name: value for name, value in said.items() if value is not None})
+    """The extensions: as said, else by default; in the paper's setting none."""
+    default = PAPER if setup.get("paper") else default_switches(cluster)
+    said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
+    return replace(default, **said)
 
 
 def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile | None:
-    if setup.profile is not None:
-        profile = load_profile(setup.profile)
+    given = setup.get("profile")
+    if given is not None:
+        profile = load_profile(given)
         names = [kind.name for kind in model.kinds]
         if not any(profile.time_of(name) for name in names):
             raise InvalidInput(
@@ -162,7 +140,7 @@ def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile |
                 "give a profile of this model"
             )
         return profile
-    return paper_profile(model, cluster) if setup.paper else None
+    return paper_profile(model, cluster) if setup.get("paper") else None
 
 
 def _chosen(kind: type[_Choice], given: str | None, name: str, default: _Choice) -> _Choice:

@@ -1,11 +1,12 @@
 """The exact search: stages (layers), cuts (stages of a pipeline), outer (batch × pipeline × micro-batches)."""
 
-from galvatron.planner.search.combination import Combination, Solved
+from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule
 from galvatron.planner.search.outer import Optimum, Problem, Proof, least_budget, search
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = [
+    "Candidate",
     "Combination",
     "CutRule",
     "Optimum",

@@ -18,7 +18,7 @@ from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
 from galvatron.planner.search.stage import StageProblem, StageSolution
 from galvatron.planner.search.tied import Lending, raise_least_peaks, solve_lending
 
-__all__ = ["Combination", "Layers", "Solved"]
+__all__ = ["Candidate", "Combination", "Layers", "Solved"]
 
 Signature = tuple[int, tuple[tuple[int, int], ...], bool]
 """(kind of the layer before the stage or -1, runs of (kind, length), whether the stage is the last)."""
@@ -93,6 +93,15 @@ class Solved:
     stages: tuple[StageSolution, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What makes a combination."""
+
+    pipeline_degree: int
+    batch: int
+    micro_batches: int
+
+
 class Combination:
     """Search over cuts and strategies for one (pipeline degree, batch, micro-batches)."""
 
@@ -100,16 +109,15 @@ class Combination:
         self,
         layers: Layers,
         costs: StageCosts,
+        candidate: Candidate,
         *,
-        pipeline_degree: int,
-        batch: int,
-        micro_batches: int,
         schedule: Schedule,
         budget: int,
         positions: tuple[int, ...] | None = None,
     ) -> None:
         self.layers, self.costs = layers, costs
         self.fixed = positions
+        pipeline_degree, batch, micro_batches = candidate.pipeline_degree, candidate.batch, candidate.micro_batches
         self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
         self.pace = Pace.of(pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
         self.budget = budget

@@ -16,7 +16,7 @@ import numpy as np
 from galvatron.core.spec import Strategy
 from galvatron.planner.cost import NEVER, STATE_BYTES, CostModel, Pace, Schedule, StageCosts
 from galvatron.planner.search.bounds import Floats, hull_multipliers
-from galvatron.planner.search.combination import Combination, Layers, Solved
+from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import Space, divisors
 
@@ -71,15 +71,6 @@ class Optimum:
         """Strategy of each layer, by stage."""
         of = self.combination.costs.strategies
         return tuple(tuple(of[index] for index in stage.choice) for stage in self.solved.stages)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A combination that is not excluded yet."""
-
-    pipeline_degree: int
-    batch: int
-    micro_batches: int
 
 
 def search(problem: Problem) -> Optimum | None:
@@ -180,9 +171,7 @@ class _Search:
         return Combination(
             self.layers,
             self.stage_costs[degree],
-            pipeline_degree=degree,
-            batch=batch,
-            micro_batches=micro_batches,
+            Candidate(degree, batch, micro_batches),
             schedule=self.problem.schedule,
             budget=self.problem.budget,
             positions=self._positions(degree, batch),
@@ -210,7 +199,7 @@ class _Search:
         most = {(batch // count, count == 1): (batch, count) for batch, count in sorted(pairs)}
         return sorted(most.values())
 
-    def _first_bounds(self) -> Iterator[tuple[_Candidate, float]]:
+    def _first_bounds(self) -> Iterator[tuple[Candidate, float]]:
         """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
         for degree, costs in self.stage_costs.items():
             pairs = self._undominated(degree)
@@ -220,7 +209,7 @@ class _Search:
                 bounds = self._bounds_of(degree, costs, chunk)
                 for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
                     if np.isfinite(bound):
-                        yield _Candidate(degree, batch, micro_batches), bound
+                        yield Candidate(degree, batch, micro_batches), bound
 
     def _bounds_of(self, degree: int, costs: StageCosts, pairs: Sequence[tuple[int, int]]) -> Floats:
         """Bounds of many combinations of one pipeline degree at once.

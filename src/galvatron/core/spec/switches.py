@@ -1,0 +1,158 @@
+"""The basic parallelisms, and the switches beside them: extensions of the paper's space, each declared here alone.
+
+Whatever names a switch (the text of a strategy, the space, a plan's record, the options of the command line and of
+Python) reads its declaration. What a switch costs and how it is carried out is for the cost model and the runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import TypedDict
+
+__all__ = ["LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
+
+
+class Kind(StrEnum):
+    """A basic parallelism inside a stage (paper Section 3.1)."""
+
+    DP = "dp"
+    """Data parallelism: samples divided, parameters replicated."""
+    SDP = "sdp"
+    """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
+    TP = "tp"
+    """Tensor parallelism (Megatron): weights and inner activations divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """What is to be known of a switch wherever it is named."""
+
+    name: str = ""
+    """That of the field which declares it; filled in below."""
+    title: str
+    """In the middle of a sentence."""
+    help: str
+    """Of its option on the command line."""
+    text: str = ""
+    """How a strategy that uses it ends: "rc" for "+rc"; empty: it is a choice for the whole space, not for a layer."""
+    note: str = ""
+    """What it does to a layer, in the legend of a plan."""
+    needs: frozenset[Kind] = frozenset()
+    """Axes without which a layer cannot use it."""
+    excludes: frozenset[Kind] = frozenset()
+    """Axes with which a layer cannot use it."""
+    space_needs: frozenset[Kind] = frozenset()
+    """Kinds without which a space has no use for it: asking for it there is a mistake."""
+    default: bool = True
+    """Whether it is on where nobody says; in the paper's setting all are off."""
+    uneven_links_only: bool = False
+    """Whether the default holds only on clusters whose islands differ in speed."""
+    remedy: str | None = None
+    """How it makes a plan fit that does not, as advice; None: it is not advised."""
+
+    @property
+    def per_layer(self) -> bool:
+        return bool(self.text)
+
+    @property
+    def option(self) -> str:
+        """Its name on the command line, without the dashes before it."""
+        return self.name.replace("_", "-")
+
+    def possible(self, kinds: frozenset[Kind]) -> bool:
+        """Whether a layer whose axes are of these kinds can use it."""
+        return self.needs <= kinds and not self.excludes & kinds
+
+    @property
+    def condition(self) -> str:
+        """What :meth:`possible` asks for, in words."""
+        needed = [f"a {kind} axis" for kind in Kind if kind in self.needs]
+        return " and ".join(needed + [f"no {kind} axis" for kind in Kind if kind in self.excludes])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSwitches:
+    """The switches of a layer. In a strategy: whether it uses them; in a space: whether its strategies may.
+
+    A strategy's text names them in the opposite order, so that the last one declared is written first.
+    """
+
+    recompute: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="rc",
+                title="recompute",
+                help="Recompute, chosen layer by layer.",
+                note="recomputed in backward",
+                remedy="keep only each layer's input and run forward again",
+            )
+        },
+    )
+    """Keep only the layer's input and run its forward again in backward."""
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="sp",
+                title="sequence parallelism",
+                help="Sequence parallelism beside TP.",
+                note="sequence split too",
+                needs=frozenset({Kind.TP}),
+            )
+        },
+    )
+    """Megatron's sequence parallelism: what TP would replicate is divided along the sequence, where there is one."""
+    zero2: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="zero2",
+                title="ZeRO-2",
+                help="ZeRO-2 style DP.",
+                note="gradients and optimizer sharded",
+                needs=frozenset({Kind.DP}),
+                excludes=frozenset({Kind.SDP}),
+                space_needs=frozenset({Kind.DP, Kind.SDP}),
+            )
+        },
+    )
+    """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches(LayerSwitches):
+    """Extensions of the paper's space, each on or off; a plan records them."""
+
+    hybrid_sharding: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                title="hybrid sharding",
+                help="DP over SDP (Takeaway #3 off).",
+                space_needs=frozenset({Kind.DP, Kind.SDP}),
+                uneven_links_only=True,
+            )
+        },
+    )
+    """DP over SDP in one layer: turns Takeaway #3 off."""
+    accumulation: bool = field(
+        default=False,
+        metadata={"switch": Switch(title="accumulation", help="Micro-batches without a pipeline.")},
+    )
+    """Micro-batches without a pipeline: gradients accumulate over them."""
+
+
+class SwitchChoices(TypedDict, total=False):
+    """What a user may say about each switch of :class:`Switches`; None or nothing: the default."""
+
+    recompute: bool | None
+    sequence_parallel: bool | None
+    zero2: bool | None
+    hybrid_sharding: bool | None
+    accumulation: bool | None
+
+
+SWITCHES: tuple[Switch, ...] = tuple(replace(each.metadata["switch"], name=each.name) for each in fields(Switches))
+LAYER_SWITCHES: tuple[Switch, ...] = tuple(switch for switch in SWITCHES if switch.per_layer)
