@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from galvatron.core.spec import Attention, Precision, Training
+from galvatron.core.spec import GPIPE, Attention, Precision, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model, paper_profile
-from galvatron.planner.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
+from galvatron.planner.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
 from galvatron.planner.search.combination import Combination, Layers
@@ -135,7 +135,7 @@ class _Searched:
         problem = Problem(
             cost=self.cost,
             space=self.space,
-            schedule=Schedule.GPIPE,
+            schedule=GPIPE,
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
             max_micro_batches=PAPER_MICRO_BATCHES,
@@ -185,7 +185,7 @@ class _PurePipeline:
                     pipeline_degree=self.stages,
                     batch=batch,
                     micro_batches=micro_batches,
-                    schedule=Schedule.GPIPE,
+                    schedule=GPIPE,
                     budget=budget - self.cost.cluster.reserved_bytes,
                     positions=positions,
                 ).solve(np.inf)

@@ -14,9 +14,8 @@ from ranks import ranks
 from torch import Tensor
 
 import galvatron
-from galvatron.core.spec import Cluster, ModelSpec
+from galvatron.core.spec import Cluster, ModelSpec, schedule_named
 from galvatron.families import load_cluster, load_model
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.runtime.model import ParallelModel
@@ -40,7 +39,7 @@ def cluster_of(devices: int) -> Cluster:
 def plan_for(case: Case) -> galvatron.Plan:
     """The case's plan, as a file would give it."""
     request = Request(
-        model=spec_of(case), cluster=cluster_of(case.devices), batch=case.batch, schedule=Schedule(case.schedule)
+        model=spec_of(case), cluster=cluster_of(case.devices), batch=case.batch, schedule=schedule_named(case.schedule)
     )
     return priced(request, case.stages, micro_batches=case.micro_batches)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from galvatron.core.spec import ONE_F_ONE_B, SCHEDULES
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -51,6 +53,7 @@ def _switch(help: str, name: str) -> Any:
     return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", help=help)]
 
 
+_SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
 _SETUP: dict[str, Any] = {
     "memory": Annotated[str | None, typer.Option(help="Budget of each device: 8GB, 8GiB (default: all it has).")],
     "batch": Annotated[int | None, typer.Option(help="Plan for exactly this global batch.")],
@@ -58,7 +61,7 @@ _SETUP: dict[str, Any] = {
     "max_batch": Annotated[int | None, typer.Option(help="Largest batch searched (default 64 for each device).")],
     "max_micro_batches": Annotated[int | None, typer.Option(help="Most micro-batches considered.")],
     "space": Annotated[str, typer.Option(help="full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp.")],
-    "schedule": Annotated[str | None, typer.Option(help="gpipe or 1f1b (default 1f1b).")],
+    "schedule": Annotated[str | None, typer.Option(help=f"{_SCHEDULES} (default {ONE_F_ONE_B.name}).")],
     "cuts": Annotated[
         str | None, typer.Option(help="exact (default), or a guideline of the paper: layers, parameters, memory, time.")
     ],

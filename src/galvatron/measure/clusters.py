@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup
+from galvatron.core.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup, degree_of
 from galvatron.families import load_cluster
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -22,7 +22,7 @@ from galvatron.measure.cluster_jobs.findings import (
     TransferProbe,
 )
 from galvatron.measure.cluster_jobs.job import ClusterJob
-from galvatron.measure.cluster_jobs.shapes import digits_of, islands, size_of
+from galvatron.measure.cluster_jobs.shapes import digits_of, islands
 from galvatron.measure.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -183,14 +183,14 @@ def _levels(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[Lev
         levels.append(
             Level(
                 name="cluster" if leaves_node else "node" if number == 0 else f"level {number + 1}",
-                units=size_of(level),
+                units=degree_of(level),
                 bytes_per_s=min(rings[outer] * share, _FASTEST),
                 latency_s=min(pairs[level[0].stride]["all_reduce_latency_s"], 1.0),
                 transfer_bytes_per_s=min(together * share, _FASTEST),
                 shared=shared,
             )
         )
-        unit_size *= size_of(level)
+        unit_size *= degree_of(level)
     return tuple(levels)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Precision
+from galvatron.core.spec import Precision, schedule_named
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import Loss
 from galvatron.families.layer import Batch, CutModel, Tie
@@ -20,13 +20,12 @@ from galvatron.families.registry import cut as cut_model
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.saved import SavedWeights
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import LocalBatch, Reader
-from galvatron.runtime.checks import check_model, check_world
+from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
     GroupPool,
@@ -39,7 +38,6 @@ from galvatron.runtime.layout.groups import (
 from galvatron.runtime.layout.rows import Placements
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.run import Neighbours, Pipeline
-from galvatron.runtime.pipeline.schedule import actions
 from galvatron.runtime.pipeline.transfer import Crossing, Side
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
 from galvatron.runtime.whole import shapes_of
@@ -72,6 +70,7 @@ def parallelize(
     join()
     report_failures()
     check_world(plan, dist.get_world_size())
+    check_schedule(plan)
     cut = cut_model(_stock(model, plan), example, loss)
     check_model(plan, cut)
     source = _weights(cut, model, weights, seed)
@@ -113,7 +112,7 @@ class _Builder:
         self.plan, self.cut, self.settings = plan, cut, settings
         self.rank = dist.get_rank()
         self.shapes = shapes_of(cut)  # before any layer is split
-        self.schedule = Schedule(plan.schedule)
+        self.schedule = schedule_named(plan.schedule)
         self.stages = tuple(
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
@@ -142,7 +141,6 @@ class _Builder:
             device=self.settings.device,
             dtype=self.settings.dtype,
         )
-        order = actions(self.schedule, self.number, len(self.stages), self.plan.micro_batches)
 
         def expect_backward(last: bool) -> None:
             for unit in assembly.units:
@@ -151,7 +149,7 @@ class _Builder:
         pipeline = Pipeline(
             stage=assembly.stage,
             neighbours=self._neighbours(),
-            actions=tuple(order),
+            actions=self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches),
             empty_inputs=self._empty_inputs,
             device=self.settings.device,
             dtype=self.settings.dtype,

@@ -1,8 +1,9 @@
-"""Facts: models, clusters, strategies, profiles. Imports nothing of the package but errors."""
+"""Facts: models, clusters, strategies, schedules, profiles. Imports nothing of the package but errors."""
 
 from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
+from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
 from galvatron.core.spec.strategy import (
     Axis,
     Digit,
@@ -11,12 +12,17 @@ from galvatron.core.spec.strategy import (
     Layout,
     Strategy,
     by_digits,
+    degree_of,
     gathered_digits,
     lines_up,
     prime_factors,
 )
 
 __all__ = [
+    "GPIPE",
+    "ONE_F_ONE_B",
+    "SCHEDULES",
+    "Action",
     "Attention",
     "Axis",
     "Cluster",
@@ -34,12 +40,16 @@ __all__ = [
     "MeasuredGroup",
     "ModelProfile",
     "ModelSpec",
+    "Pass",
     "Precision",
+    "Schedule",
     "Strategy",
     "TensorParallel",
     "Training",
     "by_digits",
+    "degree_of",
     "gathered_digits",
     "lines_up",
     "prime_factors",
+    "schedule_named",
 ]

@@ -6,14 +6,13 @@ identical from run to run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Form, Kind, Layout, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import Cluster, Form, Kind, Layout, ModelProfile, ModelSpec, Strategy, degree_of
 from galvatron.planner.cost import computation, memory
 from galvatron.planner.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
@@ -219,7 +218,7 @@ class StageCosts:
         """What layers pay to borrow a weight whose owner splits it in the way of this number: (T, S)."""
         layers, arrays, precision = self._layers, self._arrays, self.cost.model.training.precision
         digits = self.splits[owner]
-        group = GroupLinks.of([math.prod(digit.radix for digit in digits)], [digits], self.cost.cluster)
+        group = GroupLinks.of([degree_of(digits)], [digits], self.cost.cluster)
         working = memory.working_bytes(layers, arrays, self.cost.conventions)
         saved, transient = resplit_bytes(layers, arrays, group, precision, micro_batch / arrays.data * working)
         pays = (self.split_of != owner) & (layers.tied_parameters > 0)

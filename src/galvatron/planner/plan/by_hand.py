@@ -9,7 +9,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, Strategy
-from galvatron.planner.cost import Pace, Schedule, in_flight, iteration_ns
+from galvatron.planner.cost import Pace, iteration_ns
 from galvatron.planner.cost.model import NEVER, StageCosts
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request
@@ -45,7 +45,7 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
         first += len(strategies[number])
         written.append(stage)
         times.append(stage_ns)
-    pace = Pace.of(len(strategies), micro_batches, request.cluster.compute_contention)
+    pace = Pace.of(request.schedule, len(strategies), micro_batches, request.cluster.compute_contention)
     total_ns = iteration_ns(times, pace)
     return Plan(
         version=FORMAT_VERSION,
@@ -61,7 +61,7 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
             max_micro_batches=request.max_micro_batches,
         ),
         memory_budget_bytes=request.budget_bytes,
-        schedule=request.schedule.value,
+        schedule=request.schedule.name,
         batch=request.batch,
         micro_batches=micro_batches,
         throughput=request.batch / total_ns * 1e9,
@@ -127,7 +127,7 @@ def _stage(
     if first + len(chosen) < len(request.model.layers):
         transfer += int(moves[rows[-1], layouts[-1]])
     borrowed = costs.resplit_in(rows, columns, micro_batch, first=first == 0)
-    flying = in_flight(number, len(stages), micro_batches, Schedule(request.schedule))
+    flying = request.schedule.in_flight(number, len(stages), micro_batches)
     memory = MemoryUse(
         states=int(tables.state_bytes[rows, columns].sum()),
         activations=int((tables.activation_bytes[rows, columns] + borrowed.activation_bytes).sum()) * flying,

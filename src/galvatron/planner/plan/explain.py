@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import schedule_named
 from galvatron.core.units import GIB, format_bytes, format_seconds
-from galvatron.planner.cost import CONVENTIONS, NEVER, Schedule
+from galvatron.planner.cost import CONVENTIONS, NEVER
 from galvatron.planner.plan.advice import impossibility, smallest_budget
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
@@ -97,7 +98,7 @@ def request_of(plan: Plan) -> Request:
             hybrid_sharding=space.hybrid_sharding,
             accumulation=space.accumulation,
         ),
-        schedule=Schedule(plan.schedule),
+        schedule=schedule_named(plan.schedule),
         cuts=CutRule(space.cuts),
         conventions=conventions,
         profile=plan.profile,

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster, ModelProfile, ModelSpec
-from galvatron.planner.cost import GALVATRON, Conventions, CostModel, Schedule
+from galvatron.core.spec import ONE_F_ONE_B, Cluster, ModelProfile, ModelSpec, Schedule
+from galvatron.planner.cost import GALVATRON, Conventions, CostModel
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import (
     FORMAT_VERSION,
@@ -47,7 +47,7 @@ class Request:
     space: str = "full"
     switches: Switches | None = None
     """Extensions; None: all of them, hybrid sharding only where islands differ in speed."""
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: Schedule = ONE_F_ONE_B
     cuts: CutRule = CutRule.EXACT
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
@@ -167,7 +167,7 @@ def _written_out(request: Request, optimum: Optimum) -> Plan:
             max_micro_batches=request.max_micro_batches,
         ),
         memory_budget_bytes=request.budget_bytes,
-        schedule=request.schedule.value,
+        schedule=request.schedule.name,
         batch=optimum.batch,
         micro_batches=optimum.micro_batches,
         throughput=optimum.batch / iteration_s,

@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Attention, Cluster, Kind, ModelProfile, ModelSpec, Precision, Training
+from galvatron.core.spec import (
+    GPIPE,
+    ONE_F_ONE_B,
+    Attention,
+    Cluster,
+    Kind,
+    ModelProfile,
+    ModelSpec,
+    Precision,
+    Schedule,
+    Training,
+    schedule_named,
+)
 from galvatron.core.units import parse_bytes
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
-from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS, Schedule
+from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import EXTENDED, PAPER, Switches, space_named
@@ -98,7 +110,7 @@ def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | P
         max_batch=setup.max_batch,
         space=setup.space,
         switches=_switches(setup, cluster),
-        schedule=Schedule.GPIPE if setup.paper else _chosen(Schedule, setup.schedule, "schedule", Schedule.ONE_F_ONE_B),
+        schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.cuts, "cuts", CutRule.MEMORY if setup.paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if setup.paper else GALVATRON,
         profile=_profile(setup, model, cluster),
@@ -122,7 +134,7 @@ def _reject_unusable_switches(setup: Setup) -> None:
 
 def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
-    fixed = {"schedule": ("gpipe",), "precision": ("fp32",), "attention": ("eager", "paper")}
+    fixed = {"schedule": (GPIPE.name,), "precision": ("fp32",), "attention": ("eager", "paper")}
     for name, allowed in fixed.items():
         given = getattr(setup, name)
         if given is not None and given not in allowed:
@@ -143,6 +155,12 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         dropout=setup.dropout,
         sequence_length=setup.sequence_length,
     )
+
+
+def _schedule(setup: Setup) -> Schedule:
+    if setup.paper:
+        return GPIPE
+    return ONE_F_ONE_B if setup.schedule is None else schedule_named(setup.schedule)
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:

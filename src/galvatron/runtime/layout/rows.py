@@ -10,7 +10,6 @@ them as they lie. Nothing is put back into order, so a change only asks for what
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Layout, by_digits, gathered_digits
+from galvatron.core.spec import Layout, by_digits, degree_of, gathered_digits
 from galvatron.runtime import collectives
 from galvatron.runtime.layout.groups import GroupPool, Position, spell
 
@@ -35,7 +34,7 @@ class Placement:
 
     def numbers(self, index: int) -> tuple[int, ...]:
         """The row numbers that rank ``index`` of the stage holds, in its order."""
-        each = len(self.order) // _size(self.layout)
+        each = len(self.order) // degree_of(self.layout)
         first = spell(index, self.layout) * each
         return self.order[first : first + each]
 
@@ -111,7 +110,7 @@ class Change:
     @staticmethod
     def _step(pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> _Step:
         sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
-        before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
+        before, after = ((spell(position.index, digits), degree_of(digits)) for digits in sliced)
         group = pool.along(position, gathered_digits(source, target, rows))
         return _Step(before=before, group=group, after=after)
 
@@ -133,7 +132,3 @@ class _SliceGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return ctx.change.backward(gradient.contiguous()), None
-
-
-def _size(digits: Layout) -> int:
-    return math.prod(digit.radix for digit in digits)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from galvatron.core.spec import Action, Pass
 from galvatron.families.layer import Activations
 from galvatron.runtime.batches import LocalBatch
-from galvatron.runtime.pipeline.schedule import Action
 from galvatron.runtime.pipeline.stage import Stage
 from galvatron.runtime.pipeline.transfer import Crossing
 
@@ -97,10 +97,10 @@ class Pipeline:
         """Forward and backward of all micro-batches; in the last stage the loss of this rank's rows, over targets."""
         passes: dict[int, _Pass] = {}
         losses: list[Tensor] = []
-        left = sum(not action.forward for action in self.actions)
+        left = sum(action.kind is Pass.BACKWARD for action in self.actions)
         for action in self.actions:
             self._let_go()
-            if action.forward:
+            if action.kind is Pass.FORWARD:
                 inputs, outputs = self._forward(batch, action.micro_batch, iteration)
                 if self.neighbours.send_forward is None:
                     passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
