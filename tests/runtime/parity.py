@@ -80,7 +80,7 @@ def build(case: Case, plan: galvatron.Plan, folder: Path | None) -> ParallelMode
 def train(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> Trained:
     """Train under the plan from the folder's weights."""
     model = build(case, plan, folder)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=case.epsilon)
+    optimizer = model.optimizer(lr=case.learning_rate, **case.optimizer_options)
     losses, norms, gradients = [], [], []
     for step, batch in enumerate(given):
         losses.append(float(model.forward_backward(batch)))

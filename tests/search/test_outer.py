@@ -28,7 +28,7 @@ from search_oracles import (
 )
 
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B, SCHEDULES, Kind, LayerSpec, ModelSpec, Schedule, Training
-from galvatron.planner.cost import GALVATRON, STATE_BYTES, CostModel
+from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Optimum, Problem, search
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import EXTENDED, PAPER, Space, Switches
@@ -261,7 +261,7 @@ def _rule_cuts(problem: Problem, rule: CutRule, batch: int, degree: int) -> Iter
         by_rule = {
             CutRule.LAYERS: 1.0,
             CutRule.PARAMETERS: float(layer.parameters),
-            CutRule.MEMORY: STATE_BYTES * layer.parameters + samples * layer.activation_bytes,
+            CutRule.MEMORY: 16 * layer.parameters + samples * layer.activation_bytes,
             CutRule.TIME: layer.forward_flops / speed,
         }
         weights.append(by_rule[rule] if layer.name in repeated or not repeated else 0.0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from galvatron.core.spec import ONE_F_ONE_B, SCHEDULES
+from galvatron.core.spec import ADAMW, ONE_F_ONE_B, OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,6 +54,7 @@ def _switch(help: str, name: str) -> Any:
 
 
 _SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
+_OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
 _SETUP: dict[str, Any] = {
     "memory": Annotated[str | None, typer.Option(help="Budget of each device: 8GB, 8GiB (default: all it has).")],
     "batch": Annotated[int | None, typer.Option(help="Plan for exactly this global batch.")],
@@ -69,6 +70,7 @@ _SETUP: dict[str, Any] = {
     "attention": AttentionKind,
     "dropout": _switch("Default: as the model's configuration.", "dropout"),
     "sequence_length": Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")],
+    "optimizer": Annotated[str | None, typer.Option(help=f"{_OPTIMIZERS} (default {ADAMW.name}).")],
     "profile": Annotated[str | None, typer.Option(help="Measured layers (.toml).")],
     "recompute": _switch("Recompute, chosen layer by layer.", "recompute"),
     "sequence_parallel": _switch("Sequence parallelism beside TP.", "sequence-parallel"),

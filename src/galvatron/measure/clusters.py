@@ -15,6 +15,7 @@ from galvatron.families import load_cluster
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
 from galvatron.measure.cluster_jobs.findings import (
+    MEASURED_OPTIMIZER,
     ClusterFindings,
     ClusterProbe,
     DeviceProbe,
@@ -30,7 +31,6 @@ from galvatron.processes.job import Progress
 __all__ = ["cluster_of", "profile_cluster"]
 
 _LOG = logging.getLogger(__name__)
-_ADAM_BYTES = 28
 _FRAGMENTATION = 0.06
 """Of a GPU's memory: with segments that grow, PyTorch's allocator was seen to hold up to 5.8% more than predicted."""
 _HARDLY = 1.1
@@ -116,7 +116,9 @@ def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading])
     return Device(
         name=facts.name,
         memory_bytes=facts.memory_bytes,
-        memory_bytes_per_s=_rate(_ADAM_BYTES * facts.optimizer_parameters, readings[DeviceProbe.OPTIMIZER].seconds),
+        memory_bytes_per_s=_rate(
+            MEASURED_OPTIMIZER.traffic_bytes * facts.optimizer_parameters, readings[DeviceProbe.OPTIMIZER].seconds
+        ),
         fp32_flops_per_s=_rate(facts.layer_flops, readings[DeviceProbe.FP32].seconds),
         bf16_flops_per_s=_rate(facts.layer_flops, bf16.seconds) if bf16 else None,
         layer_overhead_s=_rounded(min(readings[DeviceProbe.OVERHEAD].seconds, 1.0)),

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from galvatron.core.spec import optimizer_named
 from galvatron.families.layer import Batch
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import Pipeline, Stopwatch
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.tied.across_stages import TieExchange
@@ -117,13 +119,14 @@ class ParallelModel:
             yield parameter
 
     def optimizer(
-        self, kind: Callable[..., Optimizer] = torch.optim.AdamW, *, decay_vectors: bool = True, **options: Any
+        self, kind: Callable[..., Optimizer] | None = None, *, decay_vectors: bool = True, **options: Any
     ) -> Optimizer:
-        """An optimizer over this rank's parameters, fused where PyTorch has that.
+        """An optimizer over this rank's parameters, fused where PyTorch has that; None: the one the plan is for.
 
         ``decay_vectors`` False: weight decay for matrices only, not for biases and norms, as is usual.
         """
-        if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and "foreach" not in options:
+        kind = kind or torch_class(optimizer_named(self.plan.model.training.optimizer))
+        if has_fused(kind) and "foreach" not in options:
             options.setdefault("fused", True)
         if decay_vectors:
             return kind(list(self.parameters()), **options)

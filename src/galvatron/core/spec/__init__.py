@@ -1,7 +1,8 @@
-"""Facts: models, clusters, strategies, schedules, profiles. Imports nothing of the package but errors."""
+"""Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
 from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
 from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
 from galvatron.core.spec.strategy import (
@@ -19,9 +20,13 @@ from galvatron.core.spec.strategy import (
 )
 
 __all__ = [
+    "ADAMW",
     "GPIPE",
+    "GRADIENT_BYTES",
     "ONE_F_ONE_B",
+    "OPTIMIZERS",
     "SCHEDULES",
+    "SGD",
     "Action",
     "Attention",
     "Axis",
@@ -40,6 +45,7 @@ __all__ = [
     "MeasuredGroup",
     "ModelProfile",
     "ModelSpec",
+    "OptimizerSpec",
     "Pass",
     "Precision",
     "Schedule",
@@ -50,6 +56,7 @@ __all__ = [
     "degree_of",
     "gathered_digits",
     "lines_up",
+    "optimizer_named",
     "prime_factors",
     "schedule_named",
 ]

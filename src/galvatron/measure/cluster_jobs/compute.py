@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from galvatron.measure.cluster_jobs.findings import DeviceFacts, DeviceProbe
+from galvatron.measure.cluster_jobs.findings import MEASURED_OPTIMIZER, DeviceFacts, DeviceProbe
 from galvatron.measure.cluster_jobs.messages import sizes_for
 from galvatron.measure.timing import Probe, seconds_of
 from galvatron.processes.crew import Crew
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
+from galvatron.runtime.optimizers import torch_class
 
 __all__ = ["device_facts", "device_name", "device_probes"]
 
@@ -137,7 +138,7 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
     owned = [nn.Parameter(torch.zeros(parameters // 8, device=device)) for _ in range(8)]
     for parameter in owned:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    return torch.optim.AdamW(owned, fused=True).step
+    return torch_class(MEASURED_OPTIMIZER)(owned, fused=True).step
 
 
 def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:

@@ -1,7 +1,6 @@
 """What a layer, a layout change, a stage and an iteration cost: one file a formula family."""
 
 from galvatron.planner.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
-from galvatron.planner.cost.memory import STATE_BYTES
 from galvatron.planner.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
 from galvatron.planner.cost.pipeline import Pace, iteration_ns
 from galvatron.planner.cost.tied import Resplit
@@ -11,7 +10,6 @@ __all__ = [
     "GALVATRON",
     "NEVER",
     "PAPER_SYSTEMS",
-    "STATE_BYTES",
     "Conventions",
     "CostModel",
     "Integers",

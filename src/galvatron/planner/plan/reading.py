@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
-from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
+from galvatron.core.spec import Kind, LayerSpec, Strategy, optimizer_named, schedule_named
 from galvatron.planner.cost import CONVENTIONS
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
 from galvatron.planner.search import CutRule
@@ -93,6 +93,7 @@ def _stray(given: Any, known: Any, path: str) -> str | None:
 
 def _check(plan: PlanRecord) -> None:
     """What types cannot say: facts that must agree with each other."""
+    optimizer_named(plan.model.training.optimizer, where="model.training.optimizer")
     names = {kind.name for kind in plan.model.kinds}
     for index, run in enumerate(plan.model.order):
         if run.layer not in names:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import (
+    ADAMW,
     GPIPE,
     ONE_F_ONE_B,
     Attention,
@@ -22,6 +23,7 @@ from galvatron.core.spec import (
     Precision,
     Schedule,
     Training,
+    optimizer_named,
     schedule_named,
 )
 from galvatron.core.units import parse_bytes
@@ -55,6 +57,7 @@ class Options(TypedDict, total=False):
     attention: str | None
     dropout: bool | None
     sequence_length: int | None
+    optimizer: str | None
     profile: str | Path | None
     recompute: bool | None
     sequence_parallel: bool | None
@@ -80,6 +83,7 @@ class Setup:
     attention: str | None = None
     dropout: bool | None = None
     sequence_length: int | None = None
+    optimizer: str | None = None
     profile: str | Path | None = None
     recompute: bool | None = None
     sequence_parallel: bool | None = None
@@ -100,7 +104,10 @@ def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | P
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     training = training_of(setup, cluster.device.precision)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
-    model = model if isinstance(model, ModelSpec) else load_model(model, training)
+    if not isinstance(model, ModelSpec):
+        model = load_model(model, training)
+    elif setup.optimizer is not None:  # its layers' sizes do not depend on it
+        model = replace(model, training=replace(model.training, optimizer=training.optimizer))
     return Request(
         model=model,
         cluster=cluster,
@@ -134,7 +141,12 @@ def _reject_unusable_switches(setup: Setup) -> None:
 
 def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
-    fixed = {"schedule": (GPIPE.name,), "precision": ("fp32",), "attention": ("eager", "paper")}
+    fixed = {
+        "schedule": (GPIPE.name,),
+        "precision": ("fp32",),
+        "attention": ("eager", "paper"),
+        "optimizer": (ADAMW.name,),
+    }
     for name, allowed in fixed.items():
         given = getattr(setup, name)
         if given is not None and given not in allowed:
@@ -154,6 +166,7 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         attention=Attention.PAPER if setup.paper else _chosen(Attention, setup.attention, "attention", Attention.FUSED),
         dropout=setup.dropout,
         sequence_length=setup.sequence_length,
+        optimizer=ADAMW.name if setup.optimizer is None else optimizer_named(setup.optimizer).name,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron.core.spec import Schedule, Strategy
-from galvatron.planner.cost import NEVER, STATE_BYTES, CostModel, Pace, StageCosts
+from galvatron.planner.cost import NEVER, CostModel, Pace, StageCosts
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.combination import Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
@@ -133,7 +133,8 @@ class _Search:
             weights = np.array([kind.parameters for kind in kinds], dtype=np.float64)
         elif rule is CutRule.MEMORY:
             samples = batch / costs.devices
-            weights = np.array([STATE_BYTES * kind.parameters + samples * kind.activation_bytes for kind in kinds])
+            each = cost.optimizer.bytes_per_parameter
+            weights = np.array([each * kind.parameters + samples * kind.activation_bytes for kind in kinds])
         else:
             weights = cost.forward_s()
         repeated = self.layers.total > 1
