@@ -17,7 +17,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.optimizers import has_fused, torch_class
-from galvatron.runtime.pipeline.run import Pipeline, Stopwatch
+from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
@@ -195,13 +195,13 @@ class ParallelModel:
         return self._mean(loss)
 
     @contextmanager
-    def timed(self) -> Iterator[Stopwatch]:
+    def timed(self) -> Iterator[PassTimer]:
         """Take the time of this rank's forward, backward (waiting included) and waiting for neighbours meanwhile."""
-        self._pipeline.stopwatch = Stopwatch(self.device)
+        self._pipeline.pass_timer = PassTimer(self.device)
         try:
-            yield self._pipeline.stopwatch
+            yield self._pipeline.pass_timer
         finally:
-            self._pipeline.stopwatch = None
+            self._pipeline.pass_timer = None
 
     def _set_aside(self) -> list[tuple[LocalParameter, Tensor]]:
         """Gradients of earlier calls, which are already summed over ranks and must not be summed again."""

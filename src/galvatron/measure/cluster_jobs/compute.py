@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from galvatron.measure.cluster_jobs.findings import MEASURED_OPTIMIZER, DeviceFacts, DeviceProbe
 from galvatron.measure.cluster_jobs.messages import sizes_for
-from galvatron.measure.timing import Probe, seconds_of
+from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.crew import Crew
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
@@ -83,12 +83,12 @@ def _nothing(calls: int) -> tuple[float, ...]:
 
 
 def _computing(work: Callable[[], object], crew: Crew) -> Probe:
-    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, crew.compute_clock))
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, crew.compute_clock))
 
 
 def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
     """For work that waits for others in between."""
-    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:

@@ -18,7 +18,7 @@ from galvatron.families.registry import cut
 from galvatron.measure.layer_jobs.probes import LayerBytes, Way
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
-from galvatron.measure.timing import Probe, seconds_of
+from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.crew import Crew
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import MicroBatch, Reader
@@ -51,7 +51,7 @@ class Bench:
     def probe(self, way: Way, samples: int) -> Probe:
         run = self._run(way, samples)
         clock = self._crew.compute_clock
-        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
+        return Probe(lambda calls: seconds_of_calls(calls, run, self._crew.device, clock)[1::2])
 
     def memory(self, way: Way, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
