@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 
-from galvatron.core.spec import Attention, Cluster, Precision, Strategy, Training
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Attention, Cluster, Precision, Schedule, Strategy, Training
 from galvatron.core.units import format_bytes
 from galvatron.families import load_cluster, load_model
 from galvatron.measure.rehearsal.processes import first_ranks
 from galvatron.measure.rehearsal.rehearse import rehearse_rank
 from galvatron.measure.rehearsal.results import Rehearsal
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request
@@ -88,7 +87,7 @@ class Case:
     stages: tuple[tuple[str, ...], ...]
     batch: int = 16
     micro_batches: int = 2
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: Schedule = ONE_F_ONE_B
     dropout: bool = False
     precision: Precision = Precision.FP32
 
@@ -143,7 +142,7 @@ def _stages(family: str, *strategies: str, **options: Any) -> Case:
     return Case(family=family, stages=tuple(stages), **{"micro_batches": 4, **options})
 
 
-_GPIPE = Schedule.GPIPE
+_GPIPE = GPIPE
 CASES: Mapping[str, Case] = {
     # One strategy
     "bert dp4": _uniform("bert", "dp4", micro_batches=1),

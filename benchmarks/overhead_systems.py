@@ -27,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
 import galvatron
-from galvatron.core.spec import Precision, Training
+from galvatron.core.spec import GPIPE, Precision, Training
 from galvatron.families import load_cluster
 from galvatron.families.bert.facts import Bert
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from overhead import Step
@@ -92,7 +91,7 @@ def _plan(
         model=architecture.spec("bert", Training(precision=precision, dropout=False)),
         cluster=replace(cluster, levels=levels),
         batch=size.batch,
-        schedule=Schedule.GPIPE,
+        schedule=GPIPE,
     )
     return priced(request, stages, micro_batches=micro_batches)
 

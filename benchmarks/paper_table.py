@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from galvatron.core.spec import Attention, Precision, Training
+from galvatron.core.spec import ADAMW, GPIPE, Attention, Precision, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model, paper_profile
-from galvatron.planner.cost import PAPER_SYSTEMS, STATE_BYTES, CostModel, Schedule
+from galvatron.planner.cost import PAPER_SYSTEMS, CostModel
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
 from galvatron.planner.search.combination import Candidate, Combination, Layers
@@ -135,7 +135,7 @@ class _Searched:
         problem = Problem(
             cost=self.cost,
             space=self.space,
-            schedule=Schedule.GPIPE,
+            schedule=GPIPE,
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
             max_micro_batches=PAPER_MICRO_BATCHES,
@@ -171,7 +171,9 @@ class _PurePipeline:
 
     def _balanced(self, batch: int) -> tuple[int, ...]:
         kinds = self.cost.model.kinds
-        memory = np.array([STATE_BYTES * kind.parameters + batch * kind.activation_bytes for kind in kinds])
+        memory = np.array(
+            [ADAMW.bytes_per_parameter * kind.parameters + batch * kind.activation_bytes for kind in kinds]
+        )
         memory = np.where(self.layers.total > 1, memory, 0.0)  # embedding, merges and head go where they stand
         return balanced_cuts(memory[self.layers.kinds], self.stages)
 
@@ -183,7 +185,7 @@ class _PurePipeline:
                     self.layers,
                     self.costs,
                     Candidate(self.stages, batch, micro_batches),
-                    schedule=Schedule.GPIPE,
+                    schedule=GPIPE,
                     budget=budget - self.cost.cluster.reserved_bytes,
                     positions=positions,
                 ).solve(np.inf)

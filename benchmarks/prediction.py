@@ -21,11 +21,10 @@ from pathlib import Path
 from galvatron.core.errors import GalvatronError
 from galvatron.core.files.clusters import dump_cluster
 from galvatron.core.files.profiles import dump_profile
-from galvatron.core.spec import Precision, Training
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Precision, Schedule, Training
 from galvatron.families import load_model
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layers import profile_model
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
@@ -54,7 +53,7 @@ def plans_for(request: Request, size: Size) -> dict[str, Plan]:
             replace(request, schedule=schedule), [[strategy] * size for size in sizes], micro_batches=micro_batches
         )
 
-    gpipe, one = Schedule.GPIPE, Schedule.ONE_F_ONE_B
+    gpipe, one = GPIPE, ONE_F_ONE_B
     plans = {
         f"dp{n}": flat(f"dp{n}"),
         f"dp{n} in 2 micro-batches": flat(f"dp{n}", 2),

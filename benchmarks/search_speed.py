@@ -31,9 +31,9 @@ from typing import TypeVar
 import numpy as np
 
 from galvatron.core.files.clusters import load_cluster
-from galvatron.core.spec import Training
+from galvatron.core.spec import GPIPE, Training
 from galvatron.families import load_model
-from galvatron.planner.cost import GALVATRON, CostModel, Schedule
+from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Problem, search
 from galvatron.planner.search.combination import Candidate, Combination, Layers
 from galvatron.planner.space import space_named
@@ -90,7 +90,7 @@ def problem_for(model: str) -> Problem:
     return Problem(
         cost=CostModel(model=load_model(model, Training()), cluster=cluster, conventions=GALVATRON),
         space=space_named("full"),
-        schedule=Schedule.GPIPE,
+        schedule=GPIPE,
         budget=16 * 1024 * MIB - cluster.reserved_bytes,
         batches=(BATCHES[model],),
     )

@@ -17,7 +17,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.planner.cost import NEVER, Integers, Schedule, StageCosts
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B
+from galvatron.planner.cost import NEVER, Integers, StageCosts
 from galvatron.planner.search import Problem, StageProblem, StageSolution
 
 __all__ = ["TablePlan", "all_cuts", "even_cuts", "solve_combination", "solve_stage_by_table", "table_search"]
@@ -172,7 +173,7 @@ def build_stages(
     nothing: Integers = np.zeros(transfer.shape[1], dtype=np.int64)
     held = 1
     if degree > 1:
-        held = micro_batches if problem.schedule is Schedule.GPIPE else min(micro_batches, degree - stage)
+        held = micro_batches if problem.schedule is GPIPE else min(micro_batches, degree - stage)
     whole = StageProblem(
         kinds=np.arange(end - begin),
         time=tables.time_ns[kinds[begin:end]],
@@ -211,6 +212,6 @@ def _micro_batch_counts(problem: Problem, batch: int, degree: int) -> list[int]:
     many as stages."""
     if degree == 1 and not problem.space.switches.accumulation:
         return [1]
-    least = degree if problem.schedule is Schedule.ONE_F_ONE_B else 1
+    least = degree if problem.schedule is ONE_F_ONE_B else 1
     most = problem.max_micro_batches or batch
     return [count for count in range(least, min(batch, most) + 1) if batch % count == 0]

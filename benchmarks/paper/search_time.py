@@ -24,10 +24,10 @@ from typing import TypeVar
 
 sys.path.append(str(Path(__file__).parent.parent))  # the table-based search is there
 
-from galvatron.core.spec import Training
+from galvatron.core.spec import GPIPE, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model
-from galvatron.planner.cost import GALVATRON, CostModel, Schedule
+from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
 from galvatron.planner.space import space_named
@@ -80,7 +80,7 @@ def measure(space: str, memory_gib: int, layers: int, paper_s: float, quantum_mi
     problem = Problem(
         cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
         space=space_named(space),
-        schedule=Schedule.GPIPE,
+        schedule=GPIPE,
         budget=memory_gib * GIB - cluster.reserved_bytes,
         batches=_BATCHES,
         max_micro_batches=PAPER_MICRO_BATCHES,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from cells import BATCH_STEP
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster
-from galvatron.planner.cost import Schedule
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Cluster
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
@@ -84,7 +83,7 @@ class Setting:
             max_batch=None if batch else max_batch or self.max_batch,
             space=system.space,
             switches=replace(EXTENDED, hybrid_sharding=self.cluster.has_uneven_links) if system.extended else PAPER,
-            schedule=Schedule.ONE_F_ONE_B if system.extended else Schedule.GPIPE,
+            schedule=ONE_F_ONE_B if system.extended else GPIPE,
             profile=self.workload.profile,
         )
 

@@ -15,11 +15,10 @@ from rich.console import Console
 
 import galvatron
 from galvatron import cli
-from galvatron.core.spec import Training
+from galvatron.core.spec import ONE_F_ONE_B, Training
 from galvatron.families import load_cluster
 from galvatron.families.bert.facts import Bert
 from galvatron.measure.rehearsal.results import Measured, Rehearsal, rehearsal_view
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 
@@ -59,7 +58,7 @@ def plan() -> galvatron.Plan:
         model=MODEL.spec("tiny", Training(dropout=False)),
         cluster=load_cluster("titan-rtx-8"),
         batch=16,
-        schedule=Schedule.ONE_F_ONE_B,
+        schedule=ONE_F_ONE_B,
     )
     return priced(request, [["dp4", "sdp4"], ["dp2-tp2", "dp2-tp2"]], micro_batches=2)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron.planner.cost import Pace, Schedule, in_flight, iteration_ns
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Schedule
+from galvatron.planner.cost import Pace, iteration_ns
 
 Order = list[list[tuple[str, int]]]
 
@@ -60,17 +61,17 @@ def test_formula_is_exact_for_stages_of_one_shape(stages: int, micro_batches: in
     forward = [7 + 3 * (p % 3) for p in range(stages)]
     backward = [2 * f for f in forward]
     total, held = simulate(gpipe(stages, micro_batches), forward, backward)
-    assert total == iteration_ns([3 * f for f in forward], Pace.of(stages, micro_batches))
+    assert total == iteration_ns([3 * f for f in forward], Pace.of(GPIPE, stages, micro_batches))
     if stages > 1:
-        assert held == [in_flight(p, stages, micro_batches, Schedule.GPIPE) for p in range(stages)]
+        assert held == [GPIPE.in_flight(p, stages, micro_batches) for p in range(stages)]
 
 
 @pytest.mark.parametrize(("stages", "extra"), list(itertools.product((2, 3, 4, 8), (0, 1, 5, 12))))
 def test_one_f_one_b_holds_fewer_and_takes_as_long(stages: int, extra: int) -> None:
     micro_batches = stages + extra
     total, held = simulate(one_f_one_b(stages, micro_batches), [10] * stages, [20] * stages)
-    assert total == iteration_ns([30] * stages, Pace.of(stages, micro_batches))
-    assert held == [in_flight(p, stages, micro_batches, Schedule.ONE_F_ONE_B) for p in range(stages)]
+    assert total == iteration_ns([30] * stages, Pace.of(ONE_F_ONE_B, stages, micro_batches))
+    assert held == [ONE_F_ONE_B.in_flight(p, stages, micro_batches) for p in range(stages)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,14 +80,9 @@ def test_formula_never_exceeds_gpipe_and_is_close(stages: list[tuple[int, int]],
     """Whatever the shapes: below the true makespan by no more than the mismatch of slowest forward and backward."""
     forward, backward = [f for f, _ in stages], [b for _, b in stages]
     total, _ = simulate(gpipe(len(stages), micro_batches), forward, backward)
-    formula = iteration_ns([f + b for f, b in stages], Pace.of(len(stages), micro_batches))
+    formula = iteration_ns([f + b for f, b in stages], Pace.of(GPIPE, len(stages), micro_batches))
     mismatch = max(forward) + max(backward) - max(f + b for f, b in stages)
     assert total - (micro_batches - 1) * mismatch <= formula <= total
-
-
-def test_without_a_pipeline_each_micro_batch_is_finished_first() -> None:
-    for schedule in Schedule:
-        assert in_flight(0, 1, 16, schedule) == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=6), st.integers(1, 12))
@@ -127,15 +123,15 @@ def simulate_shared(orders: Order, forward: list[float], backward: list[float], 
     return clock
 
 
-@pytest.mark.parametrize("order", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("schedule", "order"), [(GPIPE, gpipe), (ONE_F_ONE_B, one_f_one_b)])
 @pytest.mark.parametrize("contention", [1.0, 1.5, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8), (8, 16)])
 def test_stages_that_share_cores(
-    order: Callable[[int, int], Order], contention: float, stages: int, micro_batches: int
+    schedule: Schedule, order: Callable[[int, int], Order], contention: float, stages: int, micro_batches: int
 ) -> None:
     """A stage that waits leaves its share to the others; the bubble shrinks, and is gone where one stage fills all."""
     total = simulate_shared(order(stages, micro_batches), [10.0] * stages, [20.0] * stages, contention)
-    formula = iteration_ns([30] * stages, Pace.of(stages, micro_batches, contention))
+    formula = iteration_ns([30] * stages, Pace.of(schedule, stages, micro_batches, contention))
     assert formula == pytest.approx(total, rel=0.06)
     if contention == 1:
         assert formula == total
@@ -146,5 +142,7 @@ def test_stages_that_share_cores(
 def test_uneven_stages_that_share_all_cores_take_their_mean() -> None:
     stages = [10, 50, 30]
     total = simulate_shared(gpipe(3, 6), [s / 3 for s in stages], [2 * s / 3 for s in stages], 3.0)
-    assert iteration_ns(stages, Pace.of(3, 6, 3.0)) == pytest.approx(total, rel=0.01)
-    assert iteration_ns(stages, Pace.of(3, 6)) > 1.5 * total, "on hardware of their own the slowest sets the pace"
+    assert iteration_ns(stages, Pace.of(GPIPE, 3, 6, 3.0)) == pytest.approx(total, rel=0.01)
+    assert iteration_ns(stages, Pace.of(GPIPE, 3, 6)) > 1.5 * total, (
+        "on hardware of their own the slowest sets the pace"
+    )

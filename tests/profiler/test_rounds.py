@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from galvatron.measure.figures import Block
-from galvatron.measure.timing import Probe, Rounds, measure_in_turns, seconds_of
+from galvatron.measure.timing import Probe, Rounds, measure_in_turns, seconds_of_calls
 from galvatron.processes.crew import Crew
 
 PARTS = [(1.0, 2.0), (), (2.0, 5.0), (4.0, 1.0)]
@@ -68,5 +68,5 @@ def test_the_call_in_which_ranks_meet_does_not_count(monkeypatch: pytest.MonkeyP
         mark()
         mark()
 
-    assert seconds_of(3, parts, torch.device("cuda"), lead_in=lead_in) == (3.0, 3.0)
+    assert seconds_of_calls(3, parts, torch.device("cuda"), lead_in=lead_in) == (3.0, 3.0)
     assert len(called) == 3 + lead_in

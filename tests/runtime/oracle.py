@@ -65,6 +65,11 @@ class Case:
         return 1e-6 if self.dtype == torch.float64 else 1e-4
 
     @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Besides the learning rate."""
+        return {"momentum": 0.9} if self.training.optimizer == "sgd" else {"eps": self.epsilon}
+
+    @property
     def length(self) -> int | None:
         """Tokens a sample; images have none."""
         return None if "image_size" in self.config else 8
@@ -178,7 +183,8 @@ def single_process(case: Case) -> Record:
 
 def _trained(case: Case) -> Record:
     model = stock_model(case).to(case.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, eps=case.epsilon)
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.training.optimizer]
+    optimizer = kind(model.parameters(), lr=case.learning_rate, **case.optimizer_options)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches(case)):
         loss = stock_loss(model, batch)

@@ -14,9 +14,8 @@ from ranks import ranks
 from torch import Tensor
 
 import galvatron
-from galvatron.core.spec import Cluster, ModelSpec
+from galvatron.core.spec import Cluster, ModelSpec, schedule_named
 from galvatron.families import load_cluster, load_model
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.runtime.model import ParallelModel
@@ -40,7 +39,7 @@ def cluster_of(devices: int) -> Cluster:
 def plan_for(case: Case) -> galvatron.Plan:
     """The case's plan, as a file would give it."""
     request = Request(
-        model=spec_of(case), cluster=cluster_of(case.devices), batch=case.batch, schedule=Schedule(case.schedule)
+        model=spec_of(case), cluster=cluster_of(case.devices), batch=case.batch, schedule=schedule_named(case.schedule)
     )
     return priced(request, case.stages, micro_batches=case.micro_batches)
 
@@ -81,7 +80,7 @@ def build(case: Case, plan: galvatron.Plan, folder: Path | None) -> ParallelMode
 def train(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> Trained:
     """Train under the plan from the folder's weights."""
     model = build(case, plan, folder)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=case.learning_rate, eps=case.epsilon)
+    optimizer = model.optimizer(lr=case.learning_rate, **case.optimizer_options)
     losses, norms, gradients = [], [], []
     for step, batch in enumerate(given):
         losses.append(float(model.forward_backward(batch)))

@@ -15,9 +15,9 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import galvatron
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import ONE_F_ONE_B
 from galvatron.families.build import build_meta
 from galvatron.families.registry import cut
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 
@@ -83,7 +83,7 @@ def _under(plan: galvatron.Plan, tied: bool = False) -> tuple[list[float], dict[
 def test_equals_one_process(stages: list[list[str]], micro_batches: int) -> None:
     spec = galvatron.describe(_model(), _batches()[0])
     assert [layer.name for layer in spec.layers] == ["embedding", *["block"] * 4, "head"]
-    request: Any = Request(model=spec, cluster=cluster_of(4), batch=8, schedule=Schedule.ONE_F_ONE_B)
+    request: Any = Request(model=spec, cluster=cluster_of(4), batch=8, schedule=ONE_F_ONE_B)
     plan = priced(request, stages, micro_batches=micro_batches)
     expected_losses, expected = _one_process()
     for losses, parameters in ranks(4).run(_under, plan):
@@ -110,7 +110,7 @@ def test_tied_weights_that_tp_does_not_split(first: str, last: str) -> None:
 
 def _with_strategies(spec: galvatron.ModelSpec, strategies: list[str]) -> galvatron.Plan:
     """A plan whose strategies nobody checked."""
-    request = Request(model=spec, cluster=cluster_of(4), batch=8, schedule=Schedule.ONE_F_ONE_B)
+    request = Request(model=spec, cluster=cluster_of(4), batch=8, schedule=ONE_F_ONE_B)
     plan = priced(request, [["dp4"] * len(strategies)], micro_batches=2)
     (stage,) = plan.stages
     layers = tuple(replace(layer, strategy=own) for layer, own in zip(stage.layers, strategies, strict=True))

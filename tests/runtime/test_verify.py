@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import galvatron
 from galvatron.core.errors import Unequal
-from galvatron.planner.cost import Schedule
+from galvatron.core.spec import ONE_F_ONE_B
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.runtime.verify import difference, verify
@@ -58,7 +58,7 @@ def _spec() -> galvatron.ModelSpec:
 
 
 def _plan(stages: list[list[str]]) -> galvatron.Plan:
-    request = Request(model=_spec(), cluster=cluster_of(4), batch=32, schedule=Schedule.ONE_F_ONE_B)
+    request = Request(model=_spec(), cluster=cluster_of(4), batch=32, schedule=ONE_F_ONE_B)
     return priced(request, stages, micro_batches=4)
 
 
@@ -200,7 +200,7 @@ def _own(plan: galvatron.Plan, width: int) -> tuple[str | None, list[str]]:
 def test_a_model_of_ones_own_is_compared_itself() -> None:
     ids = torch.arange(40).view(8, 5) % 10
     spec = galvatron.describe(_Own(), {"ids": ids, "labels": ids})
-    request = Request(model=spec, cluster=cluster_of(2), batch=8, schedule=Schedule.ONE_F_ONE_B)
+    request = Request(model=spec, cluster=cluster_of(2), batch=8, schedule=ONE_F_ONE_B)
     plan = priced(request, [["dp2", "sdp2", "dp2", "sdp2"]], micro_batches=2)
     assert ranks(2).run(_own, plan, 8) == [(None, [])] * 2
     (_, warned), (error, silent) = ranks(2).run(_own, plan, 1000)

@@ -18,7 +18,8 @@ from borrowing_oracle import price, sharers, split_over
 from moving_oracle import moves
 from random_parts import random_cluster, random_model, random_space
 
-from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, Schedule, StageCosts
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B
+from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, StageCosts
 from galvatron.planner.search import Optimum, Problem, StageProblem, search
 
 Rng = np.random.Generator
@@ -130,7 +131,7 @@ def micro_batch_counts(problem: Problem, batch: int, degree: int) -> list[int]:
     counts = [count for count in range(1, batch + 1) if batch % count == 0]
     if degree == 1 and not problem.space.switches.accumulation:
         return [1]
-    if problem.schedule is Schedule.ONE_F_ONE_B:
+    if problem.schedule is ONE_F_ONE_B:
         counts = [count for count in counts if count >= degree]
     return [count for count in counts if problem.max_micro_batches is None or count <= problem.max_micro_batches]
 
@@ -201,7 +202,7 @@ def _held(problem: Problem, degree: int, stage: int, micro_batches: int) -> int:
     """Micro-batches in flight."""
     if degree == 1:
         return 1
-    return micro_batches if problem.schedule is Schedule.GPIPE else min(micro_batches, degree - stage)
+    return micro_batches if problem.schedule is GPIPE else min(micro_batches, degree - stage)
 
 
 def brute_search(
@@ -295,7 +296,7 @@ def random_problem(rng: Rng, most_work: int, scales: Sequence[int] = (4, 30, 1_0
     return Problem(
         cost=cost,
         space=space,
-        schedule=Schedule.GPIPE if rng.random() < 0.5 else Schedule.ONE_F_ONE_B,
+        schedule=GPIPE if rng.random() < 0.5 else ONE_F_ONE_B,
         budget=ENOUGH,
         batches=tuple(sorted(rng.choice(sizes, int(rng.integers(1, 4)), replace=False).tolist())),
         max_micro_batches=None if rng.random() < 0.7 else int(rng.integers(1, 9)),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from search_oracles import Rng, all_cuts
 
+from galvatron.core.spec import GPIPE
 from galvatron.planner.cost import Pace
 from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.cuts import CutMatrix, balanced_cuts, best_cuts
@@ -47,14 +48,16 @@ def test_best_cuts_equals_all_compositions(seed: int) -> None:
         micro_batches = int(rng.choice([1, 2, 3, 8, 64]))
         matrices = _random_matrices(rng, layers, stages)
         least = min(_objective(matrices, positions, micro_batches) for positions in all_cuts(layers, stages))
-        found = best_cuts(matrices, Pace.of(len(matrices), micro_batches), np.inf)
+        found = best_cuts(matrices, Pace.of(GPIPE, len(matrices), micro_batches), np.inf)
         assert (np.inf if found is None else found.objective) == least
         if found is not None:
             feasible += 1
             assert len(found.positions) == stages + 1
             assert _objective(matrices, found.positions, micro_batches) == least
-            assert best_cuts(matrices, Pace.of(len(matrices), micro_batches), least) is None, "the cutoff is exclusive"
-            again = best_cuts(matrices, Pace.of(len(matrices), micro_batches), least + 1)
+            assert best_cuts(matrices, Pace.of(GPIPE, len(matrices), micro_batches), least) is None, (
+                "the cutoff is exclusive"
+            )
+            again = best_cuts(matrices, Pace.of(GPIPE, len(matrices), micro_batches), least + 1)
             assert again is not None
             assert again.objective == least
     assert feasible > 100

@@ -27,8 +27,8 @@ from search_oracles import (
     stage_of,
 )
 
-from galvatron.core.spec import Kind, LayerSpec, ModelSpec, Training
-from galvatron.planner.cost import GALVATRON, STATE_BYTES, CostModel, Schedule
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, SCHEDULES, Kind, LayerSpec, ModelSpec, Schedule, Training
+from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Optimum, Problem, search
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import EXTENDED, PAPER, Space, Switches
@@ -162,7 +162,7 @@ def _pipeline_problem(*, shuffled: bool, schedule: Schedule) -> Problem:
     )
 
 
-@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_equals_a_program_over_cuts_on_40_layers(shuffled: bool, schedule: Schedule) -> None:
     """One strategy, so a stage's time and memory are sums: every cut is tried, stages of over 24 layers included."""
@@ -183,7 +183,7 @@ def _best_pipeline(problem: Problem) -> Fraction:
     costs = stage_costs(problem, stages)
     for batch in problem.batches:
         for micro_batches in (count for count in range(1, batch + 1) if batch % count == 0):
-            if problem.schedule is Schedule.ONE_F_ONE_B and micro_batches < stages:
+            if problem.schedule is ONE_F_ONE_B and micro_batches < stages:
                 continue
             time = np.full((stages, layers + 1, layers + 1), np.inf)
             for stage in range(stages):
@@ -261,7 +261,7 @@ def _rule_cuts(problem: Problem, rule: CutRule, batch: int, degree: int) -> Iter
         by_rule = {
             CutRule.LAYERS: 1.0,
             CutRule.PARAMETERS: float(layer.parameters),
-            CutRule.MEMORY: STATE_BYTES * layer.parameters + samples * layer.activation_bytes,
+            CutRule.MEMORY: 16 * layer.parameters + samples * layer.activation_bytes,
             CutRule.TIME: layer.forward_flops / speed,
         }
         weights.append(by_rule[rule] if layer.name in repeated or not repeated else 0.0)
@@ -303,7 +303,7 @@ def test_the_memory_rule_may_prefer_a_smaller_batch() -> None:
     problem = Problem(
         cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
         space=Space(name="pp", title="", pipeline="all"),
-        schedule=Schedule.ONE_F_ONE_B,
+        schedule=ONE_F_ONE_B,
         budget=ENOUGH,
         batches=(2, 64),
         cuts=CutRule.MEMORY,
@@ -336,7 +336,7 @@ def test_layers_that_take_no_time_can_be_planned() -> None:
     problem = Problem(
         cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
         space=Space(name="full", title="", switches=PAPER),
-        schedule=Schedule.GPIPE,
+        schedule=GPIPE,
         budget=1000,
         batches=(2,),
     )

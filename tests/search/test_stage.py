@@ -15,8 +15,8 @@ from longer import longer
 from scipy.optimize import Bounds, LinearConstraint, milp
 from search_oracles import binding_budget, brute_stage, enumerate_stage, evaluate, random_stage, stage_costs, stage_of
 
-from galvatron.core.spec import Cluster, Device, LayerSpec, Level, ModelSpec, TensorParallel, Training
-from galvatron.planner.cost import GALVATRON, NEVER, CostModel, Integers, Schedule
+from galvatron.core.spec import GPIPE, Cluster, Device, LayerSpec, Level, ModelSpec, TensorParallel, Training
+from galvatron.planner.cost import GALVATRON, NEVER, CostModel, Integers
 from galvatron.planner.search import Problem, StageProblem, solve_stage
 from galvatron.planner.space import Space, Switches
 from table_search import solve_stage_by_table
@@ -248,7 +248,7 @@ def _large_stage(name: str) -> StageProblem:
     problem = Problem(
         cost=CostModel(model=model, cluster=_CLUSTER, conventions=GALVATRON),
         space=Space(name="full", title="", switches=Switches(recompute=True)),
-        schedule=Schedule.GPIPE,
+        schedule=GPIPE,
         budget=0,
         batches=(16,),
     )

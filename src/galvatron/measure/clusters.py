@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup
+from galvatron.core.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup, degree_of
 from galvatron.families import load_cluster
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
 from galvatron.measure.cluster_jobs.findings import (
+    MEASURED_OPTIMIZER,
     ClusterFindings,
     ClusterProbe,
     DeviceProbe,
@@ -22,7 +23,7 @@ from galvatron.measure.cluster_jobs.findings import (
     TransferProbe,
 )
 from galvatron.measure.cluster_jobs.job import ClusterJob
-from galvatron.measure.cluster_jobs.shapes import digits_of, islands, size_of
+from galvatron.measure.cluster_jobs.shapes import digits_of, islands
 from galvatron.measure.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -30,7 +31,6 @@ from galvatron.processes.job import Progress
 __all__ = ["cluster_of", "profile_cluster"]
 
 _LOG = logging.getLogger(__name__)
-_ADAM_BYTES = 28
 _FRAGMENTATION = 0.06
 """Of a GPU's memory: with segments that grow, PyTorch's allocator was seen to hold up to 5.8% more than predicted."""
 _HARDLY = 1.1
@@ -116,7 +116,9 @@ def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading])
     return Device(
         name=facts.name,
         memory_bytes=facts.memory_bytes,
-        memory_bytes_per_s=_rate(_ADAM_BYTES * facts.optimizer_parameters, readings[DeviceProbe.OPTIMIZER].seconds),
+        memory_bytes_per_s=_rate(
+            MEASURED_OPTIMIZER.traffic_bytes * facts.optimizer_parameters, readings[DeviceProbe.OPTIMIZER].seconds
+        ),
         fp32_flops_per_s=_rate(facts.layer_flops, readings[DeviceProbe.FP32].seconds),
         bf16_flops_per_s=_rate(facts.layer_flops, bf16.seconds) if bf16 else None,
         layer_overhead_s=_rounded(min(readings[DeviceProbe.OVERHEAD].seconds, 1.0)),
@@ -183,14 +185,14 @@ def _levels(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[Lev
         levels.append(
             Level(
                 name="cluster" if leaves_node else "node" if number == 0 else f"level {number + 1}",
-                units=size_of(level),
+                units=degree_of(level),
                 bytes_per_s=min(rings[outer] * share, _FASTEST),
                 latency_s=min(pairs[level[0].stride]["all_reduce_latency_s"], 1.0),
                 transfer_bytes_per_s=min(together * share, _FASTEST),
                 shared=shared,
             )
         )
-        unit_size *= size_of(level)
+        unit_size *= degree_of(level)
     return tuple(levels)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile
-from galvatron.core.spec import Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
+from galvatron.core.spec import ADAMW, Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -56,6 +56,7 @@ def profile_model(
     if rounds < 2:
         raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
     degrees = _degrees(cluster, tp_degrees)
+    model = replace(model, training=replace(model.training, optimizer=ADAMW.name))  # no layer depends on it
     job = LayerJob(
         model=model,
         probes=probes_of(model, cluster, ways_of(model, degrees, cluster.devices)),

@@ -16,13 +16,13 @@ from galvatron.measure.figures import Block
 from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.crew import Crew
 
-__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of"]
+__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of_calls"]
 
 Parts = Callable[[Callable[[], None]], object]
 """Work in parts: it calls its argument after each of them."""
 
 
-def seconds_of(
+def seconds_of_calls(
     calls: int,
     parts: Parts,
     device: torch.device,

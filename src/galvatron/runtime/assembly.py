@@ -5,14 +5,13 @@ Works layer by layer, so that a rank never holds more than one whole layer besid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from galvatron.core.spec import Digit, Kind, Strategy
+from galvatron.core.spec import Digit, Kind, Strategy, degree_of
 from galvatron.families.layer import CutModel, Layer, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
@@ -259,7 +258,7 @@ class _Assembler:
             self.settings.dtype,
             reshard=not (strategy.zero2 or lends),
         )
-        place, degree = spell(self.position.index, digits), math.prod(digit.radix for digit in digits)
+        place, degree = spell(self.position.index, digits), degree_of(digits)
         pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
         for name, parameter in part.layer.named_parameters():
             rows = part_of(heights[name], place, degree)
@@ -283,7 +282,7 @@ class _Assembler:
     ) -> LocalParameter:
         cut = part.cuts.get(name)
         divided = digits | (part.strategy.digits(Kind.TP) if cut is not None else frozenset())
-        parts = math.prod(digit.radix for digit in divided)
+        parts = degree_of(divided)
         others = part.strategy.digits(*Kind) - divided
         partial = part.strategy.sequence_parallel and cut is None and part.layer.rules and part.tensor is not None
         return LocalParameter(

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from galvatron.core.spec import schedule_named
 from galvatron.families.layer import CutModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import LocalBatch, Reader
@@ -25,7 +25,6 @@ from galvatron.runtime.layout.groups import (
 from galvatron.runtime.layout.slice_gather import Placements
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.run import Neighbours, Pipeline
-from galvatron.runtime.pipeline.schedule import actions
 from galvatron.runtime.pipeline.transfer import Crossing, Side
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
 from galvatron.runtime.whole import shapes_of
@@ -45,7 +44,7 @@ class _Builder:
         self.plan, self.cut, self.settings = plan, cut, settings
         self.rank = dist.get_rank()
         self.shapes = shapes_of(cut)  # before any layer is split
-        self.schedule = Schedule(plan.schedule)
+        self.schedule = schedule_named(plan.schedule)
         self.stages = tuple(
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
@@ -74,7 +73,6 @@ class _Builder:
             device=self.settings.device,
             dtype=self.settings.dtype,
         )
-        order = actions(self.schedule, self.number, len(self.stages), self.plan.micro_batches)
 
         def expect_backward(last: bool) -> None:
             for unit in assembly.units:
@@ -83,7 +81,7 @@ class _Builder:
         pipeline = Pipeline(
             stage=assembly.stage,
             neighbours=self._neighbours(),
-            actions=tuple(order),
+            actions=self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches),
             empty_inputs=self._empty_inputs,
             device=self.settings.device,
             dtype=self.settings.dtype,

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
-from galvatron.core.spec import Kind, LayerSpec, Strategy
+from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
 from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import CutModel
 from galvatron.planner.plan.plan import Plan
 
-__all__ = ["check_model", "check_world", "kinds_of"]
+__all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
 
 
 def check_world(plan: Plan, world: int) -> None:
@@ -26,6 +26,16 @@ def check_world(plan: Plan, world: int) -> None:
             f"world size: {world} processes are running, but the plan is for {devices} devices "
             f"({plan.pipeline_degree} stages of {len(plan.stages[0].devices)}); "
             f"start {devices} processes (torchrun --nproc-per-node …) or plan for {world} devices"
+        )
+
+
+def check_schedule(plan: Plan) -> None:
+    """A stage runs as one chunk of consecutive layers."""
+    schedule = schedule_named(plan.schedule)
+    if schedule.chunks > 1 and plan.pipeline_degree > 1:
+        raise InvalidInput(
+            f"schedule: {schedule.title} ({schedule.name!r}) cuts each stage into {schedule.chunks} chunks of layers, "
+            "which can be planned, but not run; plan with another schedule (--schedule 1f1b)"
         )
 
 

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from galvatron.core.spec import optimizer_named
 from galvatron.families.layer import Batch
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.pipeline.run import Pipeline, Stopwatch
+from galvatron.runtime.optimizers import has_fused, torch_class
+from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
 from galvatron.runtime.tied.across_stages import TieExchange
@@ -118,13 +120,14 @@ class ParallelModel:
             yield parameter
 
     def optimizer(
-        self, kind: Callable[..., Optimizer] = torch.optim.AdamW, *, decay_vectors: bool = True, **options: Any
+        self, kind: Callable[..., Optimizer] | None = None, *, decay_vectors: bool = True, **options: Any
     ) -> Optimizer:
-        """An optimizer over this rank's parameters, fused where PyTorch has that.
+        """An optimizer over this rank's parameters, fused where PyTorch has that; None: the one the plan is for.
 
         ``decay_vectors`` False: weight decay for matrices only, not for biases and norms, as is usual.
         """
-        if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) and "foreach" not in options:
+        kind = kind or torch_class(optimizer_named(self.plan.model.training.optimizer))
+        if has_fused(kind) and "foreach" not in options:
             options.setdefault("fused", True)
         if decay_vectors:
             return kind(list(self.parameters()), **options)
@@ -197,13 +200,13 @@ class ParallelModel:
         return self._mean(loss)
 
     @contextmanager
-    def timed(self) -> Iterator[Stopwatch]:
+    def timed(self) -> Iterator[PassTimer]:
         """Take the time of this rank's forward, backward (waiting included) and waiting for neighbours meanwhile."""
-        self._pipeline.stopwatch = Stopwatch(self.device)
+        self._pipeline.pass_timer = PassTimer(self.device)
         try:
-            yield self._pipeline.stopwatch
+            yield self._pipeline.pass_timer
         finally:
-            self._pipeline.stopwatch = None
+            self._pipeline.pass_timer = None
 
     def _set_aside(self) -> list[tuple[LocalParameter, Tensor]]:
         """Gradients of earlier calls, which are already summed over ranks and must not be summed again."""

@@ -24,7 +24,7 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import Settings
 from galvatron.runtime.build import build
-from galvatron.runtime.checks import check_model, check_world
+from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.verify import verify
@@ -60,6 +60,7 @@ def parallelize(
     join()
     report_failures()
     check_world(plan, dist.get_world_size())
+    check_schedule(plan)
     stock = _stock(model, plan)
     cut = cut_model(stock, example, loss)
     check_model(plan, cut)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import LayerSpec, Strategy, Training
+from galvatron.core.spec import ONE_F_ONE_B, LayerSpec, Strategy, Training
 from galvatron.families import load_cluster, load_model
 from galvatron.families.discovery import family_of
 from galvatron.families.huggingface import model_of_config, read_content
 from galvatron.families.presets import find_preset
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import (
     FORMAT_VERSION,
@@ -312,7 +311,7 @@ def _unpriced(facts: ModelFacts, stages: Sequence[Sequence[str]]) -> Plan:
             max_micro_batches=None,
         ),
         memory_budget_bytes=cluster.device.memory_bytes,
-        schedule=Schedule.ONE_F_ONE_B.value,
+        schedule=ONE_F_ONE_B.name,
         batch=devices * micro_batches,
         micro_batches=micro_batches,
         throughput=0.0,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from galvatron.measure.rehearsal.memory import CpuMeter
 from galvatron.processes.stopping import Agreement
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.pipeline.run import Stopwatch
+from galvatron.runtime.pipeline.run import PassTimer
 from galvatron.train.report import RankTimes
 
 __all__ = ["IterationTimes", "PeakMemory", "used_bytes"]
@@ -77,7 +77,7 @@ class IterationTimes:
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
         self._stack = ExitStack()
-        self._stopwatch: Stopwatch | None = None
+        self._pass_timer: PassTimer | None = None
         self._iterations: list[float] = []
         self._parts: list[tuple[float, float, float, float]] = []
         self._count = 0
@@ -87,21 +87,21 @@ class IterationTimes:
     def step(self, *, plain: bool) -> Iterator[None]:
         """One iteration; ``plain``: it neither saves nor evaluates, so its time counts."""
         counts = plain and self._count >= _UNSETTLED
-        if counts and len(self._parts) < _PARTS_OF and self._stopwatch is None:
-            self._stopwatch = self._stack.enter_context(self._model.timed())
+        if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
+            self._pass_timer = self._stack.enter_context(self._model.timed())
         started = time.perf_counter()
         yield
         self.last_s = time.perf_counter() - started
         self._count += 1
-        taken = self._stopwatch.take() if self._stopwatch is not None else {}
+        taken = self._pass_timer.take() if self._pass_timer is not None else {}
         if not counts:
             return
         self._iterations.append(self.last_s)
-        if self._stopwatch is not None:
+        if self._pass_timer is not None:
             self._note(taken)
         if len(self._parts) == _PARTS_OF:
             self._stack.close()
-            self._stopwatch = None
+            self._pass_timer = None
 
     @contextmanager
     def data(self) -> Iterator[None]:

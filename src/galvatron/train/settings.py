@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import optimizer_named
 
 __all__ = ["Decay", "Settings", "learning_rate"]
 
@@ -37,6 +38,9 @@ class Settings:
     weight_decay: float = 0.01
     """Of matrices; vectors (biases, norms) are left alone."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
+    momentum: float = 0.9
+    """Of SGD."""
     clip: float | None = 1.0
     """Largest norm of the gradient; None: it is not clipped."""
     seed: int = 0
@@ -80,6 +84,8 @@ class Settings:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a share from 0 to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidInput(f"betas: {self.betas} given; expected two numbers from 0 to below 1")
+        if not 0 <= self.momentum < 1:
+            raise InvalidInput(f"momentum: {self.momentum} given; expected a number from 0 to below 1")
         if self.warmup is not None and self.warmup > self.steps:
             raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
         if self.evaluate_every is not None and not self.held_out:
@@ -98,6 +104,10 @@ class Settings:
             "cache": cache,
             "held_out": self.held_out if self.evaluate_every else 0.0,
         }
+
+    def optimizer_options(self, name: str) -> dict[str, Any]:
+        """What the optimizer of this name takes besides learning rate and weight decay."""
+        return {setting: getattr(self, setting) for setting in optimizer_named(name).settings}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -81,6 +81,7 @@ def train(asked: Asked, screen: Screen) -> None:
     _check_paths(asked.settings)
     with virtual_gpus(asked.virtual):
         plan = _first_plan(asked, folder, screen)
+        _check_optimizer(asked, plan)
         screen.plan(plan)
         _check_runnable(plan)
         _check_devices(plan.cluster.devices)
@@ -136,6 +137,7 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
         else:
             assert asked.source is not None
             plan = Plan.load(asked.source)
+            _check_optimizer(asked, plan)
             _check_runnable(plan)
             folder.begin(plan, asked.settings)
     train_rank(folder.path)
@@ -191,6 +193,13 @@ def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
         except Infeasible as error:
             reason = error
     raise RankFailure(f"no plan for the {devices} devices that are left: {reason}")
+
+
+def _check_optimizer(asked: Asked, plan: Plan) -> None:
+    """A plan has room for one optimizer; another would need more memory, or a plan that uses what is left."""
+    wanted, planned = asked.setup.get("optimizer"), plan.model.training.optimizer
+    if wanted is not None and wanted != planned:
+        raise InvalidInput(f"optimizer: {wanted!r} given, but the plan is for {planned!r}; plan anew for that one")
 
 
 def _check_runnable(plan: Plan) -> None:

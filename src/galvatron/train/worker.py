@@ -87,11 +87,10 @@ def _prepared(
     memory = PeakMemory(device)
     model = parallelize(None, plan, weights=settings.weights, seed=settings.seed, device=device)
     optimizer = model.optimizer(
-        torch.optim.AdamW,
         lr=settings.learning_rate,
-        betas=settings.betas,
         weight_decay=settings.weight_decay,
         decay_vectors=False,
+        **settings.optimizer_options(plan.model.training.optimizer),
     )
     checkpoints = Checkpoints(folder.checkpoints, keep=settings.keep)
     step, start = 0, None

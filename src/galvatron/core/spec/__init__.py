@@ -1,8 +1,10 @@
-"""Facts: models, clusters, strategies, profiles. Imports nothing of the package but errors."""
+"""Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
 from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
+from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
 from galvatron.core.spec.strategy import (
     Axis,
     Digit,
@@ -11,6 +13,7 @@ from galvatron.core.spec.strategy import (
     Layout,
     Strategy,
     by_digits,
+    degree_of,
     gathered_digits,
     lines_up,
     prime_factors,
@@ -18,8 +21,16 @@ from galvatron.core.spec.strategy import (
 from galvatron.core.spec.switches import LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
 
 __all__ = [
+    "ADAMW",
+    "GPIPE",
+    "GRADIENT_BYTES",
     "LAYER_SWITCHES",
+    "ONE_F_ONE_B",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "SGD",
     "SWITCHES",
+    "Action",
     "Attention",
     "Axis",
     "Cluster",
@@ -37,7 +48,10 @@ __all__ = [
     "MeasuredGroup",
     "ModelProfile",
     "ModelSpec",
+    "OptimizerSpec",
+    "Pass",
     "Precision",
+    "Schedule",
     "Strategy",
     "Switch",
     "SwitchChoices",
@@ -45,7 +59,10 @@ __all__ = [
     "TensorParallel",
     "Training",
     "by_digits",
+    "degree_of",
     "gathered_digits",
     "lines_up",
+    "optimizer_named",
     "prime_factors",
+    "schedule_named",
 ]

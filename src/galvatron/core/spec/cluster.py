@@ -18,7 +18,7 @@ from functools import cached_property
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import Precision
-from galvatron.core.spec.strategy import Digit
+from galvatron.core.spec.strategy import Digit, degree_of
 
 __all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
@@ -174,7 +174,7 @@ class Cluster:
             if crossing:
                 bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(digits, unit_size, level.shared))
             island = unit_size * level.units
-            units = math.prod(digit.radix for digit in crossing if island % digit.block == 0)
+            units = degree_of(digit for digit in crossing if island % digit.block == 0)
             # Inside the innermost islands collectives use trees; between islands a ring passes each of them.
             latency_s += level.latency_s * (math.ceil(math.log2(units)) if unit_size == 1 else units - 1)
             unit_size = island
@@ -183,7 +183,7 @@ class Cluster:
     def _lanes(self, digits: frozenset[Digit], unit_size: int, shared: bool) -> float:
         """How much of a level's bandwidth the worst-placed group gets where it leaves units of this size."""
         if all(unit_size % digit.block == 0 or digit.stride % unit_size == 0 for digit in digits):
-            members = math.prod(digit.radix for digit in digits if unit_size % digit.block == 0)
+            members = degree_of(digit for digit in digits if unit_size % digit.block == 0)
             return members / unit_size if shared else members
         groups: dict[int, Counter[int]] = {}
         for rank in range(self.devices):  # some group straddles units: count its members in each

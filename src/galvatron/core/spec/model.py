@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.strategy import Kind, Strategy
 
 __all__ = ["Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
@@ -48,7 +49,7 @@ class Attention(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """How the model is trained, as far as the sizes of its layers depend on it."""
+    """How the model is trained, as far as memory and time depend on it."""
 
     precision: Precision = Precision.FP32
     attention: Attention = Attention.FUSED
@@ -56,6 +57,16 @@ class Training:
     """Whether dropout is active; None: as the model's own configuration says."""
     sequence_length: int | None = None
     """Tokens a sample for language models; None: the model's own maximum."""
+    optimizer: str = ADAMW.name
+    """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plan files have it. The default optimizer is left out, as it was before there were others: digests and
+        files of those plans stay the same."""
+        facts = asdict(self)
+        if self.optimizer == ADAMW.name:
+            del facts["optimizer"]
+        return facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +198,6 @@ class ModelSpec:
             "family": self.family,
             "kinds": [asdict(kind) for kind in self.kinds],
             "order": [layer.name for layer in self.layers],
-            "training": asdict(self.training),
+            "training": self.training.to_dict(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

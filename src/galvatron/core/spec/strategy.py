@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -23,6 +24,7 @@ __all__ = [
     "Strategy",
     "by_digits",
     "compatible",
+    "degree_of",
     "gathered_digits",
     "lines_up",
     "prime_factors",
@@ -57,6 +59,11 @@ Layout = frozenset[Digit]
 """The digits that divide something: the batch of a layer, or the sequence of its activations."""
 
 
+def degree_of(digits: Iterable[Digit]) -> int:
+    """Into how many parts these digits divide something: the ranks that differ in them only."""
+    return math.prod(digit.radix for digit in digits)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """How the activations between two layers are divided: nothing happens between layers with the same form."""
@@ -69,7 +76,7 @@ class Form:
     @property
     def parts(self) -> int:
         """Into how many parts all of it is divided."""
-        return math.prod(digit.radix for digit in self.rows) * math.prod(digit.radix for digit in self.sequence)
+        return degree_of(self.rows) * degree_of(self.sequence)
 
 
 _AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
@@ -190,7 +197,7 @@ def gathered_digits(source: Layout, target: Layout, rows: int) -> Layout:
 def by_digits(source: Layout, target: Layout, rows: int) -> bool:
     """Whether rows go from one layout to the other digit by digit: the two write ranks in one mixed radix, and there
     are rows enough to divide by the digits of both."""
-    return lines_up(source, target) and rows % math.prod(digit.radix for digit in source | target) == 0
+    return lines_up(source, target) and rows % degree_of(source | target) == 0
 
 
 def lines_up(source: Layout, target: Layout) -> bool:

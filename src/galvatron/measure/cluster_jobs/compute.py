@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from galvatron.measure.cluster_jobs.findings import DeviceFacts, DeviceProbe
+from galvatron.measure.cluster_jobs.findings import MEASURED_OPTIMIZER, DeviceFacts, DeviceProbe
 from galvatron.measure.cluster_jobs.messages import sizes_for
-from galvatron.measure.timing import Probe, seconds_of
+from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.crew import Crew
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
+from galvatron.runtime.optimizers import torch_class
 
 __all__ = ["device_facts", "device_name", "device_probes"]
 
@@ -82,12 +83,12 @@ def _nothing(calls: int) -> tuple[float, ...]:
 
 
 def _computing(work: Callable[[], object], crew: Crew) -> Probe:
-    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, crew.compute_clock))
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, crew.compute_clock))
 
 
 def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
     """For work that waits for others in between."""
-    return Probe(lambda calls: seconds_of(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
@@ -137,7 +138,7 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
     owned = [nn.Parameter(torch.zeros(parameters // 8, device=device)) for _ in range(8)]
     for parameter in owned:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    return torch.optim.AdamW(owned, fused=True).step
+    return torch_class(MEASURED_OPTIMIZER)(owned, fused=True).step
 
 
 def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from galvatron.core.spec import Collective
+from galvatron.core.spec import ADAMW, Collective
 from galvatron.measure.figures import Block
 
-__all__ = ["ClusterFindings", "ClusterProbe", "DeviceFacts", "DeviceProbe", "GroupProbe", "TransferProbe"]
+__all__ = [
+    "MEASURED_OPTIMIZER",
+    "ClusterFindings",
+    "ClusterProbe",
+    "DeviceFacts",
+    "DeviceProbe",
+    "GroupProbe",
+    "TransferProbe",
+]
+
+MEASURED_OPTIMIZER = ADAMW
+"""The one whose step is timed: what it moves in that time is the device's memory bandwidth, by which all are priced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from galvatron.core.spec import Collective, Digit
 from galvatron.measure.cluster_jobs.findings import GroupProbe, TransferProbe
 from galvatron.measure.cluster_jobs.messages import Sizes, sizes_for
 from galvatron.measure.cluster_jobs.shapes import digits_of, groups_of, shapes
-from galvatron.measure.timing import Probe, seconds_of
+from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.crew import Crew
 from galvatron.runtime import collectives
 
@@ -70,7 +70,7 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
         run()
         mark()
 
-    return Probe(lambda calls: seconds_of(calls, once, crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of_calls(calls, once, crew.device, lead_in=True), by_wall_clock=True)
 
 
 def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
@@ -88,7 +88,7 @@ def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
         mark()
 
     def run(calls: int) -> tuple[float, ...]:
-        seconds = seconds_of(calls, once, crew.device, lead_in=True) if taking_part else ()
+        seconds = seconds_of_calls(calls, once, crew.device, lead_in=True) if taking_part else ()
         return () if sends else seconds
 
     return Probe(run, by_wall_clock=True)

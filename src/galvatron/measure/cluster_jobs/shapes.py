@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 
 from galvatron.core.spec import Digit, prime_factors
 
-__all__ = ["digits_of", "groups_of", "islands", "shapes", "size_of"]
+__all__ = ["digits_of", "groups_of", "islands", "shapes"]
 
 _ALL_SUBSETS = 3
 """Up to so many digits (8 devices) every subset is measured; beyond, those that a single axis can own."""
@@ -57,7 +56,3 @@ def islands(digits: Sequence[Digit], bytes_per_s: Mapping[int, float], per_node:
             levels.append([])
         levels[-1].append(digit)
     return [tuple(level) for level in levels]
-
-
-def size_of(digits: Sequence[Digit]) -> int:
-    return math.prod(digit.radix for digit in digits)

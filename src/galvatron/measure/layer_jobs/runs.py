@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import ModelSpec, Precision, Strategy
+from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
 from galvatron.families.layer import Activations
 from galvatron.families.registry import cut
 from galvatron.measure.layer_jobs.probes import LayerBytes, Way
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
-from galvatron.measure.timing import Probe, seconds_of
-from galvatron.planner.cost import Schedule
+from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.crew import Crew
 from galvatron.runtime.assembly import Assembly, Settings, assemble
 from galvatron.runtime.batches import MicroBatch, Reader
@@ -52,7 +51,7 @@ class Bench:
     def probe(self, way: Way, samples: int) -> Probe:
         run = self._run(way, samples)
         clock = self._crew.compute_clock
-        return Probe(lambda calls: seconds_of(calls, run, self._crew.device, clock)[1::2])
+        return Probe(lambda calls: seconds_of_calls(calls, run, self._crew.device, clock)[1::2])
 
     def memory(self, way: Way, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
@@ -97,7 +96,7 @@ class Bench:
             stage = self._stage(way)
             rows = way.ranks // way.tp
             placements = Placements([stage.strategies[0].layout], rows)
-            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, Schedule.GPIPE), self._settings.device)
+            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, GPIPE), self._settings.device)
             self._assemblies[way] = assemble(
                 self._cut, stage, [stage], placements, pool, 0, self._weights, self._settings
             )

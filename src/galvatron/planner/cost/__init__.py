@@ -2,9 +2,8 @@
 
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
-from galvatron.planner.cost.memory import STATE_BYTES
 from galvatron.planner.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
-from galvatron.planner.cost.pipeline import Pace, Schedule, in_flight, iteration_ns
+from galvatron.planner.cost.pipeline import Pace, iteration_ns
 from galvatron.planner.cost.tied import Resplit
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "GALVATRON",
     "NEVER",
     "PAPER_SYSTEMS",
-    "STATE_BYTES",
     "Conventions",
     "CostModel",
     "Floats",
@@ -20,9 +18,7 @@ __all__ = [
     "LayerCosts",
     "Pace",
     "Resplit",
-    "Schedule",
     "StageCosts",
     "Tables",
-    "in_flight",
     "iteration_ns",
 ]

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron.core.spec import Device
+from galvatron.core.spec import Device, OptimizerSpec
 from galvatron.planner.cost.arrays import LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 
 __all__ = ["backward_s", "forward_s", "lent_parameters", "local_parameters", "optimizer_s"]
-
-_ADAM_BYTES = 28
-"""Traffic of one Adam update in fp32: read parameter, gradient and two moments, write parameter and moments."""
 
 
 def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
@@ -47,8 +44,8 @@ def lent_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_her
     return lent
 
 
-def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device) -> Floats:
+def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device, optimizer: OptimizerSpec) -> Floats:
     """One optimizer step over the parameters a device owns; memory-bound."""
     owners = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    seconds: Floats = parameters / owners * _ADAM_BYTES / device.memory_bytes_per_s
+    seconds: Floats = parameters / owners * optimizer.traffic_bytes / device.memory_bytes_per_s
     return seconds

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.core.spec import Precision
+from galvatron.core.spec import GRADIENT_BYTES, OptimizerSpec, Precision
 from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.conventions import Conventions
 
 __all__ = [
-    "GRADIENT_BYTES",
-    "STATE_BYTES",
     "Weights",
     "activation_bytes",
     "late_gradient_bytes",
@@ -26,10 +24,6 @@ __all__ = [
     "working_bytes",
 ]
 
-STATE_BYTES = 16
-"""Of one parameter with Adam: fp32 value, gradient and two moments."""
-GRADIENT_BYTES = 4
-"""Gradients are reduced in fp32, whatever the working precision."""
 _EARLY_GRADIENT = 1 / 3
 """Share of a layer's gradient that is there when its activations peak in backward: that of its last projection, 4h² of
 a block's 12h² parameters."""
@@ -44,7 +38,9 @@ class Weights:
     """Those of them that later layers of the stage borrow."""
 
 
-def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Precision) -> Floats:
+def state_bytes(
+    parameters: Floats, strategies: StrategyArrays, precision: Precision, optimizer: OptimizerSpec
+) -> Floats:
     """Parameters, gradients and optimizer states, as DP replicates, SDP and ZeRO-2 shard them.
 
     ``parameters``: what a device holds before sharding. In bf16 a working copy stays beside the fp32 master unless SDP
@@ -52,7 +48,7 @@ def state_bytes(parameters: Floats, strategies: StrategyArrays, precision: Preci
     """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
-    total: Floats = parameters * (STATE_BYTES / shards + keeps_copy * precision.bytes)
+    total: Floats = parameters * (optimizer.bytes_per_parameter / shards + keeps_copy * precision.bytes)
     return total
 
 

@@ -6,14 +6,25 @@ identical from run to run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Form, Kind, Layout, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import (
+    GRADIENT_BYTES,
+    Cluster,
+    Form,
+    Kind,
+    Layout,
+    ModelProfile,
+    ModelSpec,
+    OptimizerSpec,
+    Strategy,
+    degree_of,
+    optimizer_named,
+)
 from galvatron.planner.cost import computation, memory
 from galvatron.planner.cost.arrays import layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
@@ -78,6 +89,10 @@ class CostModel:
     conventions: Conventions
     profile: ModelProfile | None = None
 
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        return optimizer_named(self.model.training.optimizer)
+
     def forward_s(self) -> Floats:
         """(T,) forward time of one sample of each kind of layer on one device."""
         return layer_arrays(self.model, self.cluster, self.profile, [Strategy()]).forward_s[:, 0]
@@ -136,8 +151,8 @@ class StageCosts:
 
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
-        gradient_scatter = reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.sdp)
-        zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * memory.GRADIENT_BYTES, arrays.dp)
+        gradient_scatter = reduce_scatter_s(parameters * GRADIENT_BYTES, arrays.sdp)
+        zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * GRADIENT_BYTES, arrays.dp)
         each_backward = parameter_gather + gradient_scatter + zero2_scatter
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         if conventions.gather_ahead:
@@ -148,14 +163,14 @@ class StageCosts:
         backward_with_scatter = self._overlapped_s(backward, each_backward)
 
         shard = parameters / arrays.sdp.size
-        sync = np.where(arrays.zero2, 0.0, all_reduce_s(shard * memory.GRADIENT_BYTES, arrays.dp))
+        sync = np.where(arrays.zero2, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward,
             tp_s=tp_s,
             sdp_s=(forward_with_gather - forward) + (backward_with_scatter - backward),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
-            optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device),
+            optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device, self.cost.optimizer),
         )
 
     def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
@@ -168,7 +183,7 @@ class StageCosts:
             return np.zeros((1, 1))
         one_pass = np.array([link.bytes_per_s]), np.array([link.latency_s])
         pair = GroupLinks(np.array([2.0]), one_pass, one_pass, one_pass)
-        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * memory.GRADIENT_BYTES
+        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * GRADIENT_BYTES
         seconds: Floats = np.where(layers.tied_parameters > 0, all_reduce_s(size, pair), 0.0)
         return seconds
 
@@ -183,7 +198,7 @@ class StageCosts:
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         lent = computation.lent_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
-        states = memory.state_bytes(parameters, arrays, precision)
+        states = memory.state_bytes(parameters, arrays, precision, self.cost.optimizer)
         states = states + memory.lent_bytes(lent, arrays, precision, conventions)
         states = states - memory.late_gradient_bytes(samples, parameters, micro_batches, layers, arrays, conventions)
         return Tables(
@@ -216,7 +231,7 @@ class StageCosts:
         """What layers pay to borrow a weight whose owner splits it in the way of this number: (T, S)."""
         layers, arrays, precision = self._layers, self._arrays, self.cost.model.training.precision
         digits = self.splits[owner]
-        group = GroupLinks.of([math.prod(digit.radix for digit in digits)], [digits], self.cost.cluster)
+        group = GroupLinks.of([degree_of(digits)], [digits], self.cost.cluster)
         working = memory.working_bytes(layers, arrays, self.cost.conventions)
         saved, transient = resplit_bytes(layers, arrays, group, precision, micro_batch / arrays.data * working)
         pays = (self.split_of != owner) & (layers.tied_parameters > 0)

@@ -9,30 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-__all__ = ["Pace", "Schedule", "in_flight", "iteration_ns"]
+from galvatron.core.spec import Schedule
 
-
-class Schedule(StrEnum):
-    """Order in which a stage runs forward and backward of its micro-batches."""
-
-    GPIPE = "gpipe"
-    """All forwards, then all backwards: every micro-batch's activations are alive at once."""
-    ONE_F_ONE_B = "1f1b"
-    """Backward as early as possible: a stage holds no more micro-batches than there are stages from it to the end."""
-
-
-def in_flight(stage: int, stages: int, micro_batches: int, schedule: Schedule) -> int:
-    """Micro-batches whose activations a stage holds at its peak.
-
-    Without a pipeline each micro-batch runs backward before the next one starts.
-    """
-    if stages == 1:
-        return 1
-    if schedule is Schedule.GPIPE:
-        return micro_batches
-    return min(micro_batches, stages - stage)
+__all__ = ["Pace", "iteration_ns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +24,22 @@ class Pace:
     slowest: float
 
     @classmethod
-    def of(cls, stages: int, micro_batches: int, contention: float = 1.0) -> Pace:
+    def of(cls, schedule: Schedule, stages: int, micro_batches: int, contention: float = 1.0) -> Pace:
         """The pace of a pipeline.
 
-        Where each device has hardware of its own: one micro-batch through all stages, and the slowest stage again for
-        each further one. Where devices share cores (``contention``: how much slower each computes while all do), a
-        stage that waits leaves its share to the others: the mean of the stages counts, and the bubble is that of the
-        P/contention stages which can compute at full speed at once, at that speed.
+        Where each device has hardware of its own: all micro-batches through the slowest stage, and of one through the
+        other stages the part that is the schedule's bubble. Where devices share cores (``contention``: how much slower
+        each computes while all do), a stage that waits leaves its share to the others: the mean of the stages counts,
+        and the bubble is that of the P/contention stages which can compute at full speed at once, at that speed.
         """
         if stages == 1:
             return cls(micro_batches, 0.0)
         alone = min(contention, stages)
-        bubble = (stages / alone - 1) / alone
-        uneven = bubble / (stages - 1)
-        return cls(uneven + (1 - uneven) * micro_batches / stages, uneven * (micro_batches - 1))
+        uneven = (stages / alone - 1) / alone / (stages - 1)
+        return cls(
+            uneven * schedule.bubble + (1 - uneven) * micro_batches / stages,
+            uneven * (micro_batches - schedule.bubble),
+        )
 
     def whole_ns(self, sum_ns: float, slowest_ns: float) -> float:
         """Of an iteration, in whole nanoseconds (exact without contention)."""

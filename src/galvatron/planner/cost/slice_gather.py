@@ -7,14 +7,13 @@ parallelism are gathered before and sliced after (docs/cost-model.md, "Slice-Gat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Form, Layout, lines_up
+from galvatron.core.spec import Cluster, Form, Layout, degree_of, lines_up
 from galvatron.planner.cost.communication import Floats
 
 __all__ = ["FormRates", "form_rates"]
@@ -51,7 +50,7 @@ def form_rates(forms: Sequence[Form], cluster: Cluster, *, always_by_digits: boo
             lined_up = nested or lines_up(source.rows, target.rows)
             per_byte[i, j], fixed[i, j] = _gathers_s(source, target, cluster, whole=not lined_up)
             if lined_up and not nested and not always_by_digits:
-                rows[i, j] = _size(source.rows | target.rows)
+                rows[i, j] = degree_of(source.rows | target.rows)
                 whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, whole=True)
     return FormRates(
         per_byte=per_byte + per_byte.T,
@@ -66,7 +65,7 @@ def _gathers_s(source: Form, target: Form, cluster: Cluster, *, whole: bool) -> 
     """Seconds a byte and fixed seconds of one direction. A ring of g moves (g−1)/g of what a rank holds afterwards."""
     per_byte, fixed_s = 0.0, 0.0
     for digits, parts in _gathers(source, target, whole=whole):
-        group, link = _size(digits), cluster.link(digits)
+        group, link = degree_of(digits), cluster.link(digits)
         per_byte += (group - 1) / group / parts / link.bytes_per_s
         fixed_s += link.latency_s
     return per_byte, fixed_s
@@ -80,11 +79,7 @@ def _gathers(source: Form, target: Form, *, whole: bool) -> Iterator[tuple[Layou
     """
     alike = source.sequence == target.sequence
     if not alike and source.sequence:
-        yield source.sequence, _size(source.rows)
-    digits, parts = (source.rows, 1) if whole else (source.rows - target.rows, _size(target.rows))
+        yield source.sequence, degree_of(source.rows)
+    digits, parts = (source.rows, 1) if whole else (source.rows - target.rows, degree_of(target.rows))
     if digits:
-        yield digits, parts * _size(source.sequence) if alike else parts
-
-
-def _size(digits: Layout) -> int:
-    return math.prod(digit.radix for digit in digits)
+        yield digits, parts * degree_of(source.sequence) if alike else parts

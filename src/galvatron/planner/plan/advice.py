@@ -7,7 +7,6 @@ from dataclasses import replace
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
 from galvatron.core.spec import SWITCHES, Attention, Kind, Level, Precision
 from galvatron.core.units import format_bytes
-from galvatron.planner.cost import Schedule
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import least_budget
@@ -50,9 +49,9 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
                 ", ".join(map(str, numbers)) for numbers in (kind.tensor_parallel.divides, tensor_degrees)
             )
             return f"{where} a TP degree of {degrees} does not divide the heads of {kind.name!r} ({heads})"
-    most = request.max_micro_batches
-    if request.schedule is Schedule.ONE_F_ONE_B and degree > 1 and most is not None and most < degree:
-        return f"{where} 1F1B needs at least {degree} micro-batches, but at most {most} are allowed"
+    most, least = request.max_micro_batches, request.schedule.least_micro_batches(degree)
+    if most is not None and most < least:
+        return f"{where} {request.schedule.title} needs at least {least} micro-batches, but at most {most} are allowed"
     data = ", ".join(str(d) for d in sorted({strategy.data_degree for strategy in strategies}))
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import schedule_named
 from galvatron.core.units import GIB, format_bytes, format_seconds
-from galvatron.planner.cost import CONVENTIONS, NEVER, Schedule
+from galvatron.planner.cost import CONVENTIONS, NEVER
 from galvatron.planner.plan.advice import impossibility, smallest_budget
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
@@ -91,7 +92,7 @@ def request_of(plan: Plan) -> Request:
         max_batch=None if fixed else space.batches[-1],
         space=space.name,
         switches=space.switches,
-        schedule=Schedule(plan.schedule),
+        schedule=schedule_named(plan.schedule),
         cuts=CutRule(space.cuts),
         conventions=conventions,
         profile=plan.profile,

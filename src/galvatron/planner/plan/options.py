@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, get_type_hints
 
+from galvatron.core.spec.optimizer import ADAMW, OPTIMIZERS
+from galvatron.core.spec.schedule import ONE_F_ONE_B, SCHEDULES
 from galvatron.core.spec.switches import SWITCHES, SwitchChoices
 
 __all__ = ["Setup", "help_of", "setup_fields"]
+
+_SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
+_OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
 
 
 class _Sizes(TypedDict, total=False):
@@ -19,12 +24,13 @@ class _Sizes(TypedDict, total=False):
     max_batch: Annotated[int | None, "Largest batch searched (default 64 for each device)."]
     max_micro_batches: Annotated[int | None, "Most micro-batches considered."]
     space: Annotated[str, "full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
-    schedule: Annotated[str | None, "gpipe or 1f1b (default 1f1b)."]
+    schedule: Annotated[str | None, f"{_SCHEDULES} (default {ONE_F_ONE_B.name})."]
     cuts: Annotated[str | None, "exact (default), or a guideline of the paper: layers, parameters, memory, time."]
     precision: Annotated[str | None, "fp32 or bf16 (default: bf16 where the device has it)."]
     attention: Annotated[str | None, "fused (default), eager, or paper."]
     dropout: Annotated[bool | None, "Default: as the model's configuration."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]
+    optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
     profile: Annotated[str | Path | None, "Measured layers (.toml)."]
 
 

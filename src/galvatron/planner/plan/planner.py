@@ -9,7 +9,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster, Kind, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
 from galvatron.planner.cost import (
     GALVATRON,
     NEVER,
@@ -18,8 +18,6 @@ from galvatron.planner.cost import (
     Floats,
     Integers,
     Pace,
-    Schedule,
-    in_flight,
     iteration_ns,
 )
 from galvatron.planner.plan.plan import Plan
@@ -60,7 +58,7 @@ class Request:
     space: str = "full"
     switches: Switches | None = None
     """Extensions; None: all of them, hybrid sharding only where islands differ in speed."""
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: Schedule = ONE_F_ONE_B
     cuts: CutRule = CutRule.EXACT
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
@@ -176,7 +174,7 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
     spans = pairwise([0, *accumulate(map(len, decisions.stages))])
     stages = [pricing.stage(number, span) for number, span in enumerate(spans)]
     times_ns = [time_ns for _, time_ns in stages]
-    pace = Pace.of(len(stages), decisions.micro_batches, request.cluster.compute_contention)
+    pace = Pace.of(request.schedule, len(stages), decisions.micro_batches, request.cluster.compute_contention)
     total_ns = iteration_ns(times_ns, pace)
     iteration_s = total_ns / 1e9
     return Plan(
@@ -193,7 +191,7 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
             max_micro_batches=request.max_micro_batches,
         ),
         memory_budget_bytes=request.budget_bytes,
-        schedule=request.schedule.value,
+        schedule=request.schedule.name,
         batch=decisions.batch,
         micro_batches=decisions.micro_batches,
         throughput=decisions.batch / iteration_s,
@@ -231,7 +229,7 @@ class _Pricing:
         borrowed_ns = int(borrowed.time_ns.sum())
         time_ns = int(self.tables.time_ns[rows, columns].sum()) + borrowed_ns + change_ns + transfer_ns
         degree, request = len(self.decisions.stages), self.request
-        flying = in_flight(number, degree, self.decisions.micro_batches, request.schedule)
+        flying = request.schedule.in_flight(number, degree, self.decisions.micro_batches)
         activations = self.tables.activation_bytes[rows, columns] + borrowed.activation_bytes
         memory = MemoryUse(
             states=int(self.tables.state_bytes[rows, columns].sum()),

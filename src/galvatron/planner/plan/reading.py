@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.files.reader import field_path, invalid, parse, read_text, shown
-from galvatron.core.spec import LAYER_SWITCHES, Kind, LayerSpec, Strategy
-from galvatron.planner.cost import CONVENTIONS, Schedule, in_flight
+from galvatron.core.spec import LAYER_SWITCHES, Kind, LayerSpec, Strategy, optimizer_named, schedule_named
+from galvatron.planner.cost import CONVENTIONS
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import space_named
@@ -68,6 +68,7 @@ def _stray(given: Any, known: Any, at: tuple[int | str, ...] = ()) -> str | None
 
 def _check(plan: PlanRecord) -> None:
     """What types cannot say: facts that must agree with each other."""
+    optimizer_named(plan.model.training.optimizer, where="model.training.optimizer")
     names = {kind.name for kind in plan.model.kinds}
     for index, run in enumerate(plan.model.order):
         if run.layer not in names:
@@ -121,8 +122,7 @@ def _check_numbers(plan: PlanRecord) -> None:
         raise InvalidInput("certificate: the bound must be positive and no more than iteration_s, the gap not negative")
     if plan.bubble_s < 0 or any(min(asdict(stage.time).values()) < 0 or stage.time_s <= 0 for stage in plan.stages):
         raise InvalidInput("bubble_s or stages[].time: a time is negative")
-    if plan.schedule not in list(Schedule):
-        raise InvalidInput(f"schedule: {plan.schedule!r} is not one of {', '.join(Schedule)}")
+    schedule_named(plan.schedule)
     if plan.batch < 1 or plan.micro_batches < 1 or plan.batch % plan.micro_batches:
         raise InvalidInput(f"micro_batches: {plan.micro_batches} does not divide the batch of {plan.batch}")
     if not plan.iteration_s > 0 or abs(plan.throughput * plan.iteration_s / plan.batch - 1) > 1e-6:
@@ -141,7 +141,7 @@ def _check_stages(plan: PlanRecord, layers: tuple[LayerSpec, ...]) -> None:
             raise InvalidInput(f"stages[{p}].devices: expected {p * size} to {(p + 1) * size - 1}")
         if not stage.layers:
             raise InvalidInput(f"stages[{p}].layers: a stage needs at least one layer")
-        expected = in_flight(p, len(plan.stages), plan.micro_batches, Schedule(plan.schedule))
+        expected = schedule_named(plan.schedule).in_flight(p, len(plan.stages), plan.micro_batches)
         if stage.in_flight != expected:
             raise InvalidInput(f"stages[{p}].in_flight: {stage.in_flight} given, {plan.schedule} holds {expected}")
         for index, layer in enumerate(stage.layers):

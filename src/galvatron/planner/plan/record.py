@@ -207,7 +207,9 @@ class PlanRecord:
         return max(stage.memory_bytes for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = asdict(self)
+        facts["model"]["training"] = self.model.training.to_dict()
+        return facts
 
 
 def layer_runs(layers: Sequence[PlannedLayer]) -> list[tuple[PlannedLayer, int]]:

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from galvatron.core.spec import LAYER_SWITCHES, SWITCHES
+from galvatron.core.spec import ADAMW, LAYER_SWITCHES, SWITCHES
 from galvatron.core.units import format_bytes, format_count, format_seconds
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
@@ -33,7 +33,7 @@ def plan_view(plan: Plan) -> RenderableType:
     title = Text(f"{model.name}", style="bold")
     title.append(
         f"  {format_count(model.parameters)} parameters, {sum(run.count for run in model.order)} layers, "
-        f"{model.training.precision} on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
+        f"{model.training.precision}{_optimizer(plan)} on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
         style="default",
     )
     numbers = Text()
@@ -56,6 +56,12 @@ def plan_view(plan: Plan) -> RenderableType:
     if len(plan.space.batches) > 1 and plan.batch > 0.9 * plan.space.batches[-1]:
         notes.append(Text("the batch is about the largest searched; fix yours with --batch", style="dim"))
     return Group(title, numbers, _strips(plan), _legend(plan), certificate, *notes)
+
+
+def _optimizer(plan: Plan) -> str:
+    """Said where it is not the usual one."""
+    name = plan.model.training.optimizer
+    return "" if name == ADAMW.name else f", {name}"
 
 
 def _rules(plan: Plan) -> str:

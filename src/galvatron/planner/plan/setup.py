@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import (
+    ADAMW,
+    GPIPE,
+    ONE_F_ONE_B,
     SWITCHES,
     Attention,
     Cluster,
@@ -19,12 +22,15 @@ from galvatron.core.spec import (
     ModelProfile,
     ModelSpec,
     Precision,
+    Schedule,
     Switches,
     Training,
+    optimizer_named,
+    schedule_named,
 )
 from galvatron.core.units import parse_bytes
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
-from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS, Schedule
+from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
 from galvatron.planner.plan.options import Setup, setup_fields
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
@@ -50,9 +56,11 @@ def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | P
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     training = training_of(setup, cluster.device.precision)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
-    model = model if isinstance(model, ModelSpec) else load_model(model, training)
+    if not isinstance(model, ModelSpec):
+        model = load_model(model, training)
+    elif setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
+        model = replace(model, training=replace(model.training, optimizer=training.optimizer))
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
-    schedule = _chosen(Schedule, setup.get("schedule"), "schedule", Schedule.ONE_F_ONE_B)
     most = setup.get("max_micro_batches")
     return Request(
         model=model,
@@ -63,7 +71,7 @@ def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | P
         max_batch=setup.get("max_batch"),
         space=_space(setup),
         switches=_switches(setup, cluster),
-        schedule=Schedule.GPIPE if paper else schedule,
+        schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
         profile=_profile(setup, model, cluster),
@@ -95,7 +103,12 @@ def _reject_unusable_switches(setup: Setup) -> None:
 
 def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
-    fixed = {"schedule": ("gpipe",), "precision": ("fp32",), "attention": ("eager", "paper")}
+    fixed = {
+        "schedule": (GPIPE.name,),
+        "precision": ("fp32",),
+        "attention": ("eager", "paper"),
+        "optimizer": (ADAMW.name,),
+    }
     for name, allowed in fixed.items():
         given = setup.get(name)
         if given is not None and given not in allowed:
@@ -113,13 +126,21 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
     """How the model is trained; ``precision`` is used where the setup says none."""
     chosen = _chosen(Precision, setup.get("precision"), "precision", precision)
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
-    paper = setup.get("paper", False)
+    paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
         precision=Precision.FP32 if paper else chosen,
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
+        optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
     )
+
+
+def _schedule(setup: Setup) -> Schedule:
+    name = setup.get("schedule")
+    if setup.get("paper"):
+        return GPIPE
+    return ONE_F_ONE_B if name is None else schedule_named(name)
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:

@@ -12,7 +12,8 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.planner.cost import NEVER, Integers, Pace, Schedule, StageCosts, in_flight, iteration_ns
+from galvatron.core.spec import Schedule
+from galvatron.planner.cost import NEVER, Integers, Pace, StageCosts, iteration_ns
 from galvatron.planner.search.bounds import Floats, hull_multipliers, priced_minima
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.planner.search.stage import StageProblem, StageSolution
@@ -119,10 +120,10 @@ class Combination:
         self.fixed = positions
         pipeline_degree, batch, micro_batches = candidate.pipeline_degree, candidate.batch, candidate.micro_batches
         self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
-        self.pace = Pace.of(pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
+        self.pace = Pace.of(schedule, pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
         self.budget = budget
         self.micro_batch = batch // micro_batches
-        self.in_flight = [in_flight(p, pipeline_degree, micro_batches, schedule) for p in range(pipeline_degree)]
+        self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
         self.tables = costs.tables(np.array(self.micro_batch), np.array(micro_batches))
         self.change = costs.change_ns(self.micro_batch)
         self.transfer = costs.transfer_ns(self.micro_batch)

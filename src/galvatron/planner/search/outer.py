@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.core.spec import Strategy
-from galvatron.planner.cost import NEVER, STATE_BYTES, CostModel, Pace, Schedule, StageCosts
+from galvatron.core.spec import Schedule, Strategy
+from galvatron.planner.cost import NEVER, CostModel, Pace, StageCosts
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
@@ -124,7 +124,8 @@ class _Search:
             weights = np.array([kind.parameters for kind in kinds], dtype=np.float64)
         elif rule is CutRule.MEMORY:
             samples = batch / costs.devices
-            weights = np.array([STATE_BYTES * kind.parameters + samples * kind.activation_bytes for kind in kinds])
+            each = cost.optimizer.bytes_per_parameter
+            weights = np.array([each * kind.parameters + samples * kind.activation_bytes for kind in kinds])
         else:
             weights = cost.forward_s()
         repeated = self.layers.total > 1
@@ -178,25 +179,28 @@ class _Search:
         )
 
     def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
-        """Counts that divide the batch; a pipeline under 1F1B needs at least as many as stages."""
+        """Counts that divide the batch and that the schedule can run."""
         if degree == 1 and not self.problem.space.switches.accumulation:
             return [1]
-        least = degree if self.problem.schedule is Schedule.ONE_F_ONE_B else 1
         most = self.problem.max_micro_batches or batch
-        return [count for count in divisors(batch) if least <= count <= most]
+        return [count for count in divisors(batch) if count <= most and self.problem.schedule.runs(degree, count)]
 
     def _undominated(self, degree: int) -> list[tuple[int, int]]:
         """Pairs (batch, micro-batches) worth a look.
 
         With the size of a micro-batch fixed, more of them spread the filling of the pipeline and the work done once an
-        iteration over more samples. Unless they all stay in memory (GPipe), the most micro-batches therefore win, and
-        for each size only the largest batch is kept; and that of a single one, which needs less memory.
+        iteration over more samples. Of those that hold equally many in flight in every stage (under GPipe none do) the
+        most micro-batches therefore win, and only the largest batch is kept; and that of a single one, which needs less
+        memory.
         """
         pairs = [(b, m) for b in self.problem.batches for m in self.micro_batch_counts(b, degree)]
         cuts_move = self.problem.cuts is CutRule.MEMORY  # with the batch
-        if degree > 1 and (cuts_move or self.problem.schedule is Schedule.GPIPE):
+        if degree > 1 and cuts_move:
             return pairs
-        most = {(batch // count, count == 1): (batch, count) for batch, count in sorted(pairs)}
+        in_flight = self.problem.schedule.in_flight
+        counts = {count for _, count in pairs}
+        held = {count: tuple(in_flight(p, degree, count) for p in range(degree)) for count in counts}
+        most = {(batch // count, count == 1, held[count]): (batch, count) for batch, count in sorted(pairs)}
         return sorted(most.values())
 
     def _first_bounds(self) -> Iterator[tuple[Candidate, float]]:
@@ -220,8 +224,8 @@ class _Search:
         batch = np.array([b for b, _ in pairs])
         micro_batches = np.array([m for _, m in pairs])
         tables = costs.tables(batch // micro_batches, micro_batches)
-        all_held = self.problem.schedule is Schedule.GPIPE and degree > 1
-        held = micro_batches if all_held else np.ones_like(micro_batches)
+        in_flight = self.problem.schedule.in_flight
+        held = np.array([in_flight(degree - 1, degree, m) for _, m in pairs])  # no stage holds fewer than the last
         usable = tables.time_ns < NEVER
         memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
         transient = np.where(usable, tables.transient_bytes, NEVER).min(axis=2)
@@ -238,7 +242,7 @@ class _Search:
             total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
         slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
         contention = self.problem.cost.cluster.compute_contention
-        paces = [Pace.of(degree, count, contention) for _, count in pairs]
+        paces = [Pace.of(self.problem.schedule, degree, count, contention) for _, count in pairs]
         again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)
         bounds = np.array([pace.total for pace in paces]) * total + again
         return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Digit, Form, Kind, Layout, Strategy, gathered_digits
+from galvatron.core.spec import Digit, Form, Kind, Layout, Schedule, Strategy, gathered_digits
 from galvatron.families.layer import Tie
-from galvatron.planner.cost import Schedule
 
 __all__ = [
     "ChangeGroups",
@@ -207,7 +206,7 @@ def forward_group(stages: Sequence[StagePlan], boundary: int) -> GroupKey:
 
 def backward_group(stages: Sequence[StagePlan], boundary: int, schedule: Schedule) -> GroupKey:
     """Gradients travel among the same ranks, on channels of their own where activations travel at the same time."""
-    return GroupKey(forward_group(stages, boundary).ranks, "" if schedule is Schedule.GPIPE else "backward")
+    return GroupKey(forward_group(stages, boundary).ranks, "backward" if schedule.both_ways_at_once else "")
 
 
 def tie_group(users: Sequence[StagePlan]) -> GroupKey:

@@ -14,7 +14,6 @@ again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Form, Layout, by_digits
+from galvatron.core.spec import Form, Layout, by_digits, degree_of
 from galvatron.families.layer import Activations
 from galvatron.runtime import collectives
 from galvatron.runtime.layout.groups import GroupPool, Position, change_groups, spell
@@ -41,7 +40,7 @@ class Placement:
 
     def numbers(self, index: int) -> tuple[int, ...]:
         """The row numbers that rank ``index`` of the stage holds, in its order."""
-        each = len(self.order) // _size(self.layout)
+        each = len(self.order) // degree_of(self.layout)
         first = spell(index, self.layout) * each
         return self.order[first : first + each]
 
@@ -124,7 +123,7 @@ class RowChange:
 
 def _step(position: Position, rows: int, source: Layout, target: Layout, group: ProcessGroup | None) -> _Step:
     sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
-    before, after = ((spell(position.index, digits), _size(digits)) for digits in sliced)
+    before, after = ((spell(position.index, digits), degree_of(digits)) for digits in sliced)
     return _Step(before=before, group=group, after=after)
 
 
@@ -161,7 +160,3 @@ class FormChange:
         if self._slice is not None:
             tensor = operators.slice_sequence(tensor, self._slice)
         return tensor
-
-
-def _size(digits: Layout) -> int:
-    return math.prod(digit.radix for digit in digits)

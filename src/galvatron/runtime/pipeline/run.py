@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from galvatron.core.spec import Action, Pass
 from galvatron.families.layer import Activations
 from galvatron.runtime.batches import LocalBatch
-from galvatron.runtime.pipeline.schedule import Action
 from galvatron.runtime.pipeline.stage import Stage
 from galvatron.runtime.pipeline.transfer import Crossing
 
-__all__ = ["Neighbours", "Pipeline", "Stopwatch"]
+__all__ = ["Neighbours", "PassTimer", "Pipeline"]
 
 
-class Stopwatch:
-    """Adds up the time spent under each name since the last :meth:`take`."""
+class PassTimer:
+    """What training spends its time on: adds up the time of each kind of pass, and of waiting, since the last
+    :meth:`take`. (What repeats a piece of work to time it is :func:`galvatron.measure.timing.seconds_of_calls`.)"""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -89,7 +90,7 @@ class Pipeline:
     dtype: torch.dtype
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
-    stopwatch: Stopwatch | None = None
+    pass_timer: PassTimer | None = None
     """Takes the time of forward, backward and waiting for neighbours while there is one."""
     _sending: dict[Crossing, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
 
@@ -97,10 +98,10 @@ class Pipeline:
         """Forward and backward of all micro-batches; in the last stage the loss of this rank's rows, over targets."""
         passes: dict[int, _Pass] = {}
         losses: list[Tensor] = []
-        left = sum(not action.forward for action in self.actions)
+        left = sum(action.kind is Pass.BACKWARD for action in self.actions)
         for action in self.actions:
             self._let_go()
-            if action.forward:
+            if action.kind is Pass.FORWARD:
                 inputs, outputs = self._forward(batch, action.micro_batch, iteration)
                 if self.neighbours.send_forward is None:
                     passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
@@ -163,7 +164,7 @@ class Pipeline:
         return gradients
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.stopwatch is None else self.stopwatch(name)
+        return nullcontext() if self.pass_timer is None else self.pass_timer(name)
 
     def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         """Start sending. The send before it over this crossing is waited for: its receiver, which asked for it first,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Form
+from galvatron.core.spec import Form, degree_of
 from galvatron.runtime.data_parallel.pieces import part_of
 from galvatron.runtime.layout.groups import spell
 from galvatron.runtime.layout.slice_gather import Placement
@@ -36,7 +36,7 @@ class Side:
 
     def tokens(self, index: int) -> tuple[int, int]:
         """Which part of the tokens, of how many."""
-        return spell(index, self.form.sequence), math.prod(digit.radix for digit in self.form.sequence)
+        return spell(index, self.form.sequence), degree_of(self.form.sequence)
 
 
 @dataclass(frozen=True, slots=True)

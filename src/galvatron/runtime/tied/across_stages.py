@@ -6,7 +6,6 @@ stages that hold the same rows: a copy's gradient crosses the boundary once, in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Kind, Strategy
+from galvatron.core.spec import Kind, Strategy, degree_of
 from galvatron.runtime.data_parallel.pieces import part_of
 from galvatron.runtime.layout.groups import spell
 
@@ -34,7 +33,7 @@ def holdings(ranks: Sequence[int], strategy: Strategy, rows: int, *, splits: boo
     """The rows of a weight that each rank of a stage holds. ``splits``: tensor parallelism divides them too."""
     sharding = strategy.sharding_digits
     degree = strategy.degree(Kind.TP) if splits else 1
-    shards = math.prod(digit.radix for digit in sharding)
+    shards = degree_of(sharding)
     found = []
     for index, rank in enumerate(ranks):
         held = part_of(rows, spell(index, strategy.digits(Kind.TP)) if splits else 0, degree)

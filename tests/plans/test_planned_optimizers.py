@@ -1,0 +1,62 @@
+"""Plans for another optimizer than the usual: what they cost, and what their files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import galvatron
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families import load_cluster, load_model
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.explain import request_of
+from galvatron.planner.plan.planner import Request
+
+
+def _priced(optimizer: str) -> galvatron.Plan:
+    model = load_model("bert-tiny", Training(optimizer=optimizer))
+    request = Request(model=model, cluster=load_cluster("titan-rtx-8"), batch=16)
+    return priced(request, [["dp4-tp2"] * len(model.layers)])
+
+
+def test_states_and_step_shrink_with_what_is_kept() -> None:
+    """fp32, replicated: 16 bytes a parameter with two moments, 12 with one; a step moves 28 bytes or 20."""
+    (adamw,), (sgd,) = _priced("adamw").stages, _priced("sgd").stages
+    assert sgd.memory.states * 16 == pytest.approx(adamw.memory.states * 12, rel=1e-5)
+    assert sgd.memory.activations == adamw.memory.activations
+    assert sgd.memory.transient == adamw.memory.transient
+    assert sgd.time.optimizer_s * 28 == pytest.approx(adamw.time.optimizer_s * 20)
+    assert sgd.time.compute_s == adamw.time.compute_s
+
+
+def test_a_file_says_it_where_it_is_not_the_usual(tmp_path: Path) -> None:
+    plan = galvatron.plan("bert-tiny", "titan-rtx-8", batch=16, optimizer="sgd")
+    plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["model"]["training"]["optimizer"] == "sgd"
+    loaded = galvatron.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert request_of(loaded).model.training.optimizer == "sgd", "plans made from it are for it, too"
+    usual = galvatron.plan("bert-tiny", "titan-rtx-8", batch=16)
+    assert usual == galvatron.plan("bert-tiny", "titan-rtx-8", batch=16, optimizer="adamw")
+    assert "optimizer" not in usual.to_dict()["model"]["training"]
+    assert usual.model.digest != plan.model.digest
+
+
+@pytest.mark.parametrize("name", ["lion", "adamw"])
+def test_a_file_has_one_way_to_say_it(tmp_path: Path, name: str) -> None:
+    """An unknown one is named; the usual one is said by saying nothing."""
+    content = galvatron.plan("bert-tiny", "titan-rtx-8", batch=16, optimizer="sgd").to_dict()
+    content["model"]["training"]["optimizer"] = name
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match=r"model\.training\.optimizer"):
+        galvatron.Plan.load(tmp_path / "plan.json")
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="optimizer: 'lion' is unknown; choose one of adamw, sgd"):
+        galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="lion")
+    with pytest.raises(InvalidInput, match="--paper means optimizer adamw"):
+        galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="sgd", paper=True)
