@@ -1,6 +1,6 @@
 """The contract between a family of models and the runtime: a stock model cut into layers.
 
-A family's adapter (``galvatron.models.families``) cuts a stock Hugging Face model into :class:`Layer` modules in the
+A family's adapter (its ``adapter.py``) cuts a stock Hugging Face model into :class:`Layer` modules in the
 order and with the kinds of the planner's :class:`galvatron.core.spec.ModelSpec`. Knows nothing of ranks or strategies.
 """
 
