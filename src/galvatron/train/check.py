@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import ONE_F_ONE_B, LayerSpec, Strategy, Training
+from galvatron.core.spec import ONE_F_ONE_B, Attention, LayerSpec, Strategy, Training
 from galvatron.families import load_cluster, load_model
 from galvatron.families.discovery import family_of
 from galvatron.families.huggingface import model_of_config, read_content
@@ -147,7 +147,7 @@ class _Job:
         if self.plan is not None:
             check_model(self.plan, cut)
             return [self._verdict(self.name, self.plan, crew)]
-        facts = _facts(self.name, self.config, cut)
+        facts = _facts(self.name, self.config, cut, _training(self.config, self.as_named))
         layers, split = facts.spec().layers, [bool(layer.rules) for layer in cut.layers]
         verdicts = []
         for name, stages in _examples(self.devices, layers, split):
@@ -181,15 +181,23 @@ def _stock(config: str, as_named: bool) -> tuple[nn.Module, CutModel]:
     from galvatron.families.build import build_meta, without_weights
     from galvatron.families.registry import cut
 
-    model = build_meta(json.loads(config), Training(dropout=False), as_named=as_named)
+    model = build_meta(json.loads(config), _training(config, as_named), as_named=as_named)
     return model, cut(without_weights(model))
 
 
-def _facts(name: str, config: str, cut: CutModel) -> ModelFacts:
+def _training(config: str, as_named: bool) -> Training:
+    """With fused attention where the model has it."""
+    from galvatron.families.build import read_config, stock_class
+
+    stock: Any = stock_class(read_config(json.loads(config)), as_named=as_named)
+    return Training(dropout=False, attention=Attention.FUSED if stock._supports_sdpa else Attention.EAGER)
+
+
+def _facts(name: str, config: str, cut: CutModel, training: Training) -> ModelFacts:
     """What a plan says of the model, as far as running it takes: sizes of activations and work are left out."""
     from galvatron.families.generic.adapter import Generic
 
-    content, training = json.loads(config), Training(dropout=False)
+    content = json.loads(config)
     counts = {layer.kind: sum(own.numel() for own in layer.parameters()) for layer in cut.layers}
     if isinstance(cut, Generic):
         kinds = tuple(
