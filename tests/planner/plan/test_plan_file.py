@@ -160,7 +160,7 @@ def test_sequences_that_cannot_be_divided_are_refused(folder: Path) -> None:
 
 
 def test_the_docs_name_this_version() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "plan-format.md").read_text(encoding="utf-8")
     assert f"One JSON file, version {FORMAT_VERSION}," in text
     assert f"| `version` | {FORMAT_VERSION};" in text
 

@@ -20,8 +20,8 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import cluster_names, cluster_schema, dump_cluster, load_cluster
 from galvatron.core.spec import Cluster, Device, Kind, Level, Strategy
 
-DOCS = Path(__file__).parents[2] / "docs"
-PRESETS = Path(__file__).parents[2] / "src" / "galvatron" / "core" / "files" / "presets" / "clusters"
+DOCS = Path(__file__).parents[3] / "docs"
+PRESETS = Path(__file__).parents[3] / "src" / "galvatron" / "core" / "files" / "presets" / "clusters"
 
 # Presets
 
