@@ -10,28 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from zygote_jobs import OneRankFails, TellRank
+from fork_server_jobs import OneRankFails, TellRank
 
 import fresh_ranks
 import main_table
 from cells import Cell, Run, append, read_runs, settled
+from fork_server import ForkServer, run_ranks
 from rank_job import prepare
-from zygote import Zygote, run_ranks
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote(prepare) as started:
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer(prepare) as started:
         yield started
 
 
 class _Shared:
-    """A zygote that outlives whoever uses it."""
+    """A fork_server that outlives whoever uses it."""
 
-    def __init__(self, zygote: Zygote) -> None:
-        self.run = zygote.run
+    def __init__(self, fork_server: ForkServer) -> None:
+        self.run = fork_server.run
 
     def __enter__(self) -> _Shared:
         return self
@@ -40,15 +40,15 @@ class _Shared:
         pass
 
 
-def _table(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, results: Path, *arguments: str) -> list[Run]:
-    monkeypatch.setattr(fresh_ranks, "Zygote", lambda prepare: _Shared(zygote))
+def _table(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, results: Path, *arguments: str) -> list[Run]:
+    monkeypatch.setattr(fresh_ranks, "ForkServer", lambda prepare: _Shared(fork_server))
     main_table.main(["--tiny", "--results", str(results), *arguments])
     return read_runs(results)
 
 
-def test_each_run_has_fresh_ranks(zygote: Zygote) -> None:
+def test_each_run_has_fresh_ranks(fork_server: ForkServer) -> None:
     for _ in range(2):
-        outcome = zygote.run(TellRank(), 3, CPU, 60)
+        outcome = fork_server.run(TellRank(), 3, CPU, 60)
         assert (outcome.status, outcome.results) == ("ok", tuple((rank, 3, True) for rank in range(3)))
 
 
@@ -62,18 +62,18 @@ def test_ranks_can_be_started_without_forking() -> None:
     ("way", "status", "said"),
     [
         ("memory", "oom", "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
-        ("error", "failed", "rank 1: ValueError: no such thing (in run, zygote_jobs.py line"),
+        ("error", "failed", "rank 1: ValueError: no such thing (in run, fork_server_jobs.py line"),
         ("death", "failed", "rank 1: ended without a word"),
         ("silence", "failed", "not done after 3 s"),
     ],
 )
-def test_one_lost_rank_ends_the_run(zygote: Zygote, way: str, status: str, said: str) -> None:
+def test_one_lost_rank_ends_the_run(fork_server: ForkServer, way: str, status: str, said: str) -> None:
     started = time.monotonic()
-    outcome = zygote.run(OneRankFails(way), 3, CPU, 3 if way == "silence" else 120)
+    outcome = fork_server.run(OneRankFails(way), 3, CPU, 3 if way == "silence" else 120)
     assert outcome.status == status
     assert outcome.message.startswith(said)
     assert time.monotonic() - started < 60  # nobody waited for what never comes
-    assert zygote.run(TellRank(), 2, CPU, 60).status == "ok"  # and the next run is none the worse
+    assert fork_server.run(TellRank(), 2, CPU, 60).status == "ok"  # and the next run is none the worse
 
 
 def _run(status: str, batch: int) -> Run:
@@ -85,11 +85,11 @@ def _run(status: str, batch: int) -> Run:
 
 
 @pytest.mark.slow
-def test_out_of_memory(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_out_of_memory(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    _table(zygote, monkeypatch, results, "--models", "bert-huge-32", "--budgets", "4MB", "--systems", "dp")
+    _table(fork_server, monkeypatch, results, "--models", "bert-huge-32", "--budgets", "4MB", "--systems", "dp")
     runs = _table(
-        zygote, monkeypatch, results, "--models", "bert-huge-32", "--budgets", "8MB", "--systems", "galvatron"
+        fork_server, monkeypatch, results, "--models", "bert-huge-32", "--budgets", "8MB", "--systems", "galvatron"
     )
     # What is said not to fit is run all the same. The planner's figures are rough for tiny models: the batch that it
     # says fits does not, nor does the next smaller one.
@@ -102,11 +102,11 @@ def test_out_of_memory(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert all(int(run.message.split("out of memory: ")[1].split()[0]) > 8_000_000 for run in runs)
 
 
-def test_goes_on_where_it_stopped(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_goes_on_where_it_stopped(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     cells = ["--models", "bert-huge-32", "--budgets", "10MB", "--systems", "sdp,3d"]
     append(results, replace(_run("oom", 16), model="bert-huge-32", budget="10MB", system="sdp"))
-    runs = _table(zygote, monkeypatch, results, *cells)
+    runs = _table(fork_server, monkeypatch, results, *cells)
     assert [(run.system, run.batch, run.status, run.program) for run in runs[1:]] == [
         ("sdp", 8, "ok", "stock"),
         ("3d", 16, "ok", "galvatron"),
@@ -120,17 +120,17 @@ def test_goes_on_where_it_stopped(zygote: Zygote, monkeypatch: pytest.MonkeyPatc
     written = json.loads(results.read_text().splitlines()[1])
     assert written["samples_per_s"] == pytest.approx(8 / sorted(written["iterations_s"])[1], rel=1e-3)
     content = results.read_text()
-    _table(zygote, monkeypatch, results, *cells)
+    _table(fork_server, monkeypatch, results, *cells)
     assert results.read_text() == content
-    *before, again = _table(zygote, monkeypatch, results, *cells, "--systems", "sdp", "--repeat")
+    *before, again = _table(fork_server, monkeypatch, results, *cells, "--systems", "sdp", "--repeat")
     assert before == runs
     assert (again.cell, again.batch, again.peak_bytes) == (runs[1].cell, runs[1].batch, runs[1].peak_bytes)
     assert again.iterations_s[:3] == runs[1].iterations_s
     assert len(again.iterations_s) == 6
 
 
-def test_no_time_no_run(zygote: Zygote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runs = _table(zygote, monkeypatch, tmp_path / "r.jsonl", "--models", "bert-huge-32", "--seconds", "5")
+def test_no_time_no_run(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = _table(fork_server, monkeypatch, tmp_path / "r.jsonl", "--models", "bert-huge-32", "--seconds", "5")
     assert runs == []
 
 

@@ -140,11 +140,11 @@ def stock_model(name: str, attention: str) -> Any:
     return model
 
 
-def batches(cut_model: Any) -> dict[str, dict[str, Tensor]]:
+def batches(layered: Any) -> dict[str, dict[str, Tensor]]:
     """A plain batch; for texts also one with padding and ignored labels."""
     generator = torch.Generator().manual_seed(0)
-    images = "pixel_values" in cut_model.layers[0].inputs
-    batch = cut_model.example(4, None if images else 12, generator)
+    images = "pixel_values" in layered.layers[0].inputs
+    batch = layered.example(4, None if images else 12, generator)
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     found = {"plain": batch}
     if not images:

@@ -16,19 +16,19 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ModelSpec, Training
 from galvatron.families import load_model
 from galvatron.families.build import build_meta
-from galvatron.families.layer import CutModel
-from galvatron.families.registry import cut
+from galvatron.families.layer import LayeredModel
+from galvatron.families.registry import layered_model
 from galvatron.families.rules import Attribute, Columns, Rows, Table, Vocabulary
 
 
-def _loss(cut_model: CutModel, batch: dict[str, Tensor]) -> Tensor:
+def _loss(layered: LayeredModel, batch: dict[str, Tensor]) -> Tensor:
     """Of the layers; each sees no more of the batch than the inputs it names."""
     activations: tuple[Tensor, ...] = ()
-    for layer in cut_model.layers:
+    for layer in layered.layers:
         seen = {name: tensor for name, tensor in batch.items() if name in layer.inputs}
-        activations = layer(activations, cut_model.context(seen, torch.float64))
+        activations = layer(activations, layered.context(seen, torch.float64))
     (loss,) = activations
-    return loss / cut_model.targets(batch)
+    return loss / layered.targets(batch)
 
 
 def _stock_loss(model: Any, name: str, batch: dict[str, Tensor]) -> Tensor:
@@ -51,13 +51,13 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 def test_loss_and_gradients_are_the_stock_models(name: str, attention: str) -> None:
     model = stock_model(name, attention)
     reference = copy.deepcopy(model)
-    cut_model = cut(model)
-    for kind, batch in batches(cut_model).items():
+    layered = layered_model(model)
+    for kind, batch in batches(layered).items():
         for own in (model, reference):
             own.zero_grad()
         expected = _stock_loss(reference, name, batch)
         torch.autograd.backward(expected)
-        loss = _loss(cut_model, batch)
+        loss = _loss(layered, batch)
         torch.autograd.backward(loss)
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10, msg=kind)
         torch.testing.assert_close(_gradients(model), _gradients(reference), rtol=1e-10, atol=1e-10)
@@ -67,8 +67,8 @@ def test_loss_and_gradients_are_the_stock_models(name: str, attention: str) -> N
 def test_optional_inputs(name: str) -> None:
     """Positions, token types, decoder ids and masks that a user gives are the stock model's too."""
     model = stock_model(name, "sdpa")
-    cut_model = cut(model)
-    batch = batches(cut_model)["plain"]
+    layered = layered_model(model)
+    batch = batches(layered)["plain"]
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(4, -1)
     types = torch.arange(12).expand(4, -1) % 2
     extras = {
@@ -79,15 +79,15 @@ def test_optional_inputs(name: str) -> None:
     }
     given = {**batch, **extras[name]}
     expected = _stock_loss(model, name, given)
-    torch.testing.assert_close(_loss(cut_model, given), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(_loss(layered, given), expected, rtol=1e-10, atol=1e-10)
     assert not torch.isclose(expected, _stock_loss(model, name, batch))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_mask_tensor_without_padding(name: str) -> None:
     """So that attention can use its fused causal kernel."""
-    cut_model = cut(stock_model(name, "sdpa"))
-    context = cut_model.context(batches(cut_model)["plain"], torch.float32)
+    layered = layered_model(stock_model(name, "sdpa"))
+    context = layered.context(batches(layered)["plain"], torch.float32)
     masks = [getattr(context, field, None) for field in ("mask", "encoder_mask", "decoder_mask", "cross_mask")]
     assert masks == [None] * 4
 
@@ -101,9 +101,9 @@ def _spec(name: str, folder: Path) -> ModelSpec:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_the_planners(name: str, tmp_path: Path) -> None:
     spec = _spec(name, tmp_path)
-    cut_model = cut(build_meta(CONFIGS[name](), Training()))
-    assert [layer.kind for layer in cut_model.layers] == [layer.name for layer in spec.layers]
-    counted = [sum(own.numel() for own in layer.parameters()) for layer in cut_model.layers]
+    layered = layered_model(build_meta(CONFIGS[name](), Training()))
+    assert [layer.kind for layer in layered.layers] == [layer.name for layer in spec.layers]
+    counted = [sum(own.numel() for own in layer.parameters()) for layer in layered.layers]
     expected = [layer.parameters for layer in spec.layers]
     if name.startswith("t5"):
         # The planner counts a stack's table of position biases with the embedding before; here each block has it.
@@ -119,8 +119,8 @@ def test_layers_are_the_planners(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_is_in_a_layer_under_its_stock_name(name: str) -> None:
     model = build_meta(CONFIGS[name](), Training())
-    cut_model = cut(model)
-    named = {stock: own for layer in cut_model.layers for _, stock, own in layer.stock_parameters()}
+    layered = layered_model(model)
+    named = {stock: own for layer in layered.layers for _, stock, own in layer.stock_parameters()}
     unused = {"cls.predictions.bias"} if name == "bert-untied" else set()
     stock = dict(model.named_parameters())
     assert stock.keys() - named.keys() == unused
@@ -130,20 +130,20 @@ def test_every_parameter_is_in_a_layer_under_its_stock_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ties_are_all_the_shared_parameters(name: str) -> None:
-    cut_model = cut(build_meta(CONFIGS[name](), Training()))
+    layered = layered_model(build_meta(CONFIGS[name](), Training()))
     uses: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for index, layer in enumerate(cut_model.layers):
+    for index, layer in enumerate(layered.layers):
         for own_name, own in layer.named_parameters():
             uses.setdefault(own, []).append((index, own_name))
     shared = {tuple(places) for places in uses.values() if len(places) > 1}
-    assert {tuple((use.layer, use.name) for use in tie.uses) for tie in cut_model.ties if len(tie.uses) > 1} == shared
+    assert {tuple((use.layer, use.name) for use in tie.uses) for tie in layered.ties if len(tie.uses) > 1} == shared
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rules_name_what_is_there(name: str) -> None:
     from transformers.pytorch_utils import Conv1D
 
-    for layer in cut(build_meta(CONFIGS[name](), Training())).layers:
+    for layer in layered_model(build_meta(CONFIGS[name](), Training())).layers:
         for rule in layer.rules:
             if isinstance(rule, Table):
                 assert layer.get_parameter(rule.path).shape[rule.dim] in (2, 4)
@@ -161,9 +161,9 @@ def test_rules_name_what_is_there(name: str) -> None:
 def test_example_is_reproducible_and_complete() -> None:
     for name in CONFIGS:
         model = stock_model(name, "sdpa")
-        first, second = (batches(cut(model))["plain"] for _ in range(2))
+        first, second = (batches(layered_model(model))["plain"] for _ in range(2))
         assert all(torch.equal(first[key], second[key]) for key in first)
-        assert cut(model).required <= first.keys()
+        assert layered_model(model).required <= first.keys()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_refuses_what_it_would_compute_wrongly(name: str, field: str, value: obj
     config = CONFIGS[name]()
     setattr(config, field, value)
     with pytest.raises(InvalidInput, match=field):
-        cut(build_meta(config, Training()))
+        layered_model(build_meta(config, Training()))
 
 
 def test_saving_a_cut_t5_still_writes_each_table_once(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_saving_a_cut_t5_still_writes_each_table_once(tmp_path: Path) -> None:
 
     model = stock_model("t5", "sdpa").float()
     names = {name for name, _ in model.named_parameters()}
-    cut(model)
+    layered_model(model)
     model.save_pretrained(tmp_path)
     loaded = T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert {name for name, _ in loaded.named_parameters()} == names

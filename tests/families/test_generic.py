@@ -21,8 +21,8 @@ from galvatron.families import load_model
 from galvatron.families.build import build_meta
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.describe import describe
-from galvatron.families.layer import IGNORED, CutModel
-from galvatron.families.registry import cut
+from galvatron.families.layer import IGNORED, LayeredModel
+from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights
 from galvatron.families.weights import InitialWeights, ModelWeights
 
@@ -110,12 +110,12 @@ def _stock(name: str) -> Any:
     return model
 
 
-def _loss(cut_model: CutModel, batch: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+def _loss(layered: LayeredModel, batch: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
     activations: tuple[Tensor, ...] = ()
-    for layer in cut_model.layers:
+    for layer in layered.layers:
         seen = {name: tensor for name, tensor in batch.items() if name in layer.inputs}
-        activations = layer(activations, cut_model.context(seen, dtype))
-    return activations[0] / cut_model.targets(batch)
+        activations = layer(activations, layered.context(seen, dtype))
+    return activations[0] / layered.targets(batch)
 
 
 def _whole_loss(model: Any, batch: dict[str, Tensor], shifted: bool) -> Tensor:
@@ -130,9 +130,9 @@ def _assert_equal(
     model: Any, batch: dict[str, Tensor], shifted: bool, example: dict[str, Tensor] | None = None
 ) -> None:
     reference = copy.deepcopy(model)
-    cut_model = cut(model, example)
+    layered = layered_model(model, example)
     expected = _whole_loss(reference, batch, shifted)
-    loss = _loss(cut_model, batch)
+    loss = _loss(layered, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     torch.autograd.backward(expected)
     torch.autograd.backward(loss)
@@ -146,11 +146,11 @@ def _assert_equal(
 @pytest.mark.parametrize("name", _MODELS)
 def test_stock_families_without_an_adapter(name: str) -> None:
     model = _stock(name)
-    cut_model = Generic(model)
-    assert [layer.kind for layer in cut_model.layers] == ["embedding", *["block"] * 3, "head"]
-    assert not any(layer.rules for layer in cut_model.layers)
-    images = "pixel_values" in cut_model.required
-    batch = cut_model.example(4, None if images else 12, torch.Generator().manual_seed(1))
+    layered = Generic(model)
+    assert [layer.kind for layer in layered.layers] == ["embedding", *["block"] * 3, "head"]
+    assert not any(layer.rules for layer in layered.layers)
+    images = "pixel_values" in layered.required
+    batch = layered.example(4, None if images else 12, torch.Generator().manual_seed(1))
     batch = {key: own.double() if own.is_floating_point() else own for key, own in batch.items()}
     shifted = name.endswith("CausalLM")
     _assert_equal(model, batch, shifted)
@@ -165,9 +165,9 @@ def test_experts() -> None:
     """Blocks that look at values cannot run on the meta device; and fused experts know no fp64."""
     config = AutoConfig.for_model("mixtral", **_SIZES, num_key_value_heads=2, num_local_experts=4)
     model = _make("MixtralForCausalLM", config)
-    cut_model = Generic(model)
-    batch = cut_model.example(4, 12, torch.Generator().manual_seed(1))
-    torch.testing.assert_close(_loss(cut_model, batch, torch.float32), _whole_loss(model, batch, shifted=True))
+    layered = Generic(model)
+    batch = layered.example(4, 12, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(_loss(layered, batch, torch.float32), _whole_loss(model, batch, shifted=True))
 
 
 class _Plain(nn.Module):
@@ -203,7 +203,7 @@ def test_plain_torch_model() -> None:
     model = _Plain().double()
     batch = _plain_batch()
     _assert_equal(model, batch, shifted=False, example=batch)
-    first, *_, last = cut(model, batch).layers
+    first, *_, last = layered_model(model, batch).layers
     assert [stock for _, stock, _ in first.stock_parameters()] == ["positions", "words.weight"]
     assert [stock for _, stock, _ in last.stock_parameters()] == ["scale", "out.weight", "out.bias"]
 
@@ -227,11 +227,11 @@ def test_loss_is_the_models_own(name: str, kind: str, options: dict[str, Any], s
     classes = 3 if "Classification" in name else 40
     batch = {"input_ids": ids, "labels": torch.randint(classes, (4, 12), generator=generator)}
     batch["labels"][0, 3] = IGNORED
-    cut_model = cut(model, batch)
+    layered = layered_model(model, batch)
     expected = model(**batch).loss
-    torch.testing.assert_close(_loss(cut_model, batch, torch.float32), expected)
+    torch.testing.assert_close(_loss(layered, batch, torch.float32), expected)
     reading = (batch["labels"][:, 1:] if shifted else batch["labels"]) != IGNORED
-    assert cut_model.targets(batch) == int(reading.sum())
+    assert layered.targets(batch) == int(reading.sum())
 
 
 @pytest.mark.parametrize(
@@ -247,21 +247,21 @@ def test_a_loss_that_is_another_is_refused(name: str, options: dict[str, Any], r
     extra = {} if kind == "bert" else {"num_key_value_heads": 2, "num_local_experts": 4}
     model = _make(name, AutoConfig.for_model(kind, **_SIZES, **extra, **options))
     with pytest.raises(InvalidInput, match=reason):
-        cut(model)
+        layered_model(model)
 
 
 def test_a_loss_that_the_user_replaced_is_refused() -> None:
     model = _make("MistralForCausalLM", _MODELS["MistralForCausalLM"]())
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     with pytest.raises(InvalidInput, match="its own loss of a trial batch is"):
-        cut(model)
+        layered_model(model)
 
 
 def test_loss_of_ones_own() -> None:
     model, batch = _Plain().double(), _plain_batch()
-    cut_model = cut(model, batch, lambda output, given: (output.argmax(-1) == given["labels"]).double().sum())
+    layered = layered_model(model, batch, lambda output, given: (output.argmax(-1) == given["labels"]).double().sum())
     expected = (model(batch["tokens"]).argmax(-1) == batch["labels"]).double().mean()
-    torch.testing.assert_close(_loss(cut_model, batch), expected)
+    torch.testing.assert_close(_loss(layered, batch), expected)
 
 
 @pytest.mark.parametrize(
@@ -275,19 +275,19 @@ def test_loss_of_ones_own() -> None:
 def test_what_cannot_be_cut_is_refused(model: Any, reason: str) -> None:
     batch = _plain_batch()
     with pytest.raises(InvalidInput, match=reason):
-        cut(model(), {**batch, "input": torch.zeros(4, 2)})
+        layered_model(model(), {**batch, "input": torch.zeros(4, 2)})
 
 
 def test_stock_models_that_cannot_be_cut() -> None:
     albert = _make("AlbertForMaskedLM", AutoConfig.for_model("albert", **_SIZES, embedding_size=8))
     with pytest.raises(InvalidInput, match="do not run once each in order"):
-        cut(albert)
+        layered_model(albert)
     sizes = {f"{side}_{what}": 4 for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
     config = AutoConfig.for_model("bart", vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
     with pytest.raises(InvalidInput, match="has an encoder and a decoder"):
-        cut(_make("BartForConditionalGeneration", config))
+        layered_model(_make("BartForConditionalGeneration", config))
     with pytest.raises(InvalidInput, match="give an example batch"):
-        cut(_Plain())
+        layered_model(_Plain())
 
 
 def test_blocks_of_different_widths_are_refused() -> None:
@@ -302,7 +302,7 @@ def test_blocks_of_different_widths_are_refused() -> None:
             return functional.linear(pixels, torch.ones(3, 8))
 
     with pytest.raises(InvalidInput, match="the trial run failed: mat1 and mat2 shapes cannot be multiplied"):
-        cut(Stages(), {"pixels": torch.zeros(2, 2), "labels": torch.zeros(2, dtype=torch.long)})
+        layered_model(Stages(), {"pixels": torch.zeros(2, 2), "labels": torch.zeros(2, dtype=torch.long)})
 
 
 def test_arguments_made_with_weights_are_refused() -> None:
@@ -324,7 +324,7 @@ def test_arguments_made_with_weights_are_refused() -> None:
             return hidden
 
     with pytest.raises(InvalidInput, match="argument 'table' of its modules is computed with weights"):
-        cut(Outer(), _plain_batch())
+        layered_model(Outer(), _plain_batch())
 
 
 def test_stages_need_no_weights_of_others() -> None:
@@ -342,7 +342,7 @@ def test_weights_of_a_model_without_an_adapter(tmp_path: Path) -> None:
     name = "Qwen2ForCausalLM"
     model = _stock(name).float()
     model.save_pretrained(tmp_path)
-    empty = cut(_empty(name))
+    empty = layered_model(_empty(name))
     saved, memory, initial = SavedWeights(empty, tmp_path), ModelWeights(empty, model), InitialWeights(empty, seed=0)
     for index, layer in enumerate(empty.layers):
         torch.testing.assert_close(saved.tensors(index), memory.tensors(index), rtol=0, atol=0)
@@ -356,7 +356,7 @@ def test_weights_of_a_model_without_an_adapter(tmp_path: Path) -> None:
 
 def test_plain_layers_start_as_torch_does() -> None:
     model, batch = _Plain(), _plain_batch()
-    initial = InitialWeights(cut(model, batch), seed=0)
+    initial = InitialWeights(layered_model(model, batch), seed=0)
     found, bound = initial.tensors(1)["block.linear1.weight"], 16**-0.5
     assert bound / 2 < found.abs().max() <= bound
     with pytest.raises(InvalidInput, match="no rule to initialise positions"):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from galvatron.families.layer import CrossEntropy, CutModel, Layer
-from galvatron.families.registry import cut
-from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary, Whole
+from galvatron.families.layer import CrossEntropy, Layer, LayeredModel
+from galvatron.families.registry import layered_model
+from galvatron.families.rules import Attribute, Columns, Region, Rows, Table, Vocabulary, VocabularyLoss, Whole
 
 _RANKS = 2
 
@@ -77,7 +77,7 @@ def _split(layer: Layer, rank: int, meeting: _Meeting) -> None:
                 setattr(parent, name, nn.Parameter(module.chunk(_RANKS, dim)[rank]))
             case Attribute():
                 setattr(parent, name, module // _RANKS)
-            case Loss():
+            case VocabularyLoss():
                 assert isinstance(module, CrossEntropy)
                 setattr(parent, name, _Split(_loss(module, rank, meeting), torch.empty(0)))
             case Region() | Whole():
@@ -110,10 +110,10 @@ def _loss(module: CrossEntropy, rank: int, meeting: _Meeting) -> Callable[..., T
     return run
 
 
-def _run(cut_model: CutModel, batch: dict[str, Tensor]) -> Tensor:
+def _run(layered: LayeredModel, batch: dict[str, Tensor]) -> Tensor:
     activations: tuple[Tensor, ...] = ()
-    context = cut_model.context(batch, torch.float64)
-    for layer in cut_model.layers:
+    context = layered.context(batch, torch.float64)
+    for layer in layered.layers:
         activations = layer(activations, context)
     return activations[0]
 
@@ -122,17 +122,17 @@ def _run(cut_model: CutModel, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_compute_what_one_does(name: str, attention: str) -> None:
     model = stock_model(name, attention)
-    batch = list(batches(cut(model)).values())[-1]
-    expected = _run(cut(model), batch).detach()
+    batch = list(batches(layered_model(model)).values())[-1]
+    expected = _run(layered_model(model), batch).detach()
     meeting, found = _Meeting(), [torch.empty(0)] * _RANKS
 
     def work(rank: int) -> None:
         try:
-            cut_model = cut(copy.deepcopy(model))
-            for layer in cut_model.layers:
+            layered = layered_model(copy.deepcopy(model))
+            for layer in layered.layers:
                 _split(layer, rank, meeting)
             with torch.no_grad():
-                found[rank] = _run(cut_model, batch)
+                found[rank] = _run(layered, batch)
         except BaseException:
             meeting.leave()
             raise

@@ -6,7 +6,7 @@ import gc
 import time
 from dataclasses import dataclass
 
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class FrozenObjects:
     def prepare(self) -> None:
         pass
 
-    def measure(self, crew: Crew) -> list[int]:
-        return crew.gather(gc.get_freeze_count())
+    def measure(self, peers: Peers) -> list[int]:
+        return peers.gather(gc.get_freeze_count())
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LateReader:
     def prepare(self) -> None:
         pass
 
-    def measure(self, crew: Crew) -> None:
-        crew.store.set(f"from {crew.rank}", "a word")
-        if crew.rank == 1:
+    def measure(self, peers: Peers) -> None:
+        peers.store.set(f"from {peers.rank}", "a word")
+        if peers.rank == 1:
             time.sleep(1)
-            assert crew.store.get("from 0") == b"a word"
+            assert peers.store.get("from 0") == b"a word"

@@ -8,19 +8,19 @@ import pytest
 
 from galvatron.core.spec import Cluster, ModelSpec, Training
 from galvatron.families import load_cluster, load_model
-from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, ways_of
+from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, variants_of
 from galvatron.planner.space import divisors
 
 
 def _probes(model: ModelSpec, cluster: Cluster) -> tuple[LayerProbe, ...]:
-    return probes_of(model, cluster, ways_of(model, divisors(cluster.devices), cluster.devices))
+    return probes_of(model, cluster, variants_of(model, divisors(cluster.devices), cluster.devices))
 
 
 def _counts(probes: tuple[LayerProbe, ...], layer: str, tp: int) -> list[int]:
     return [
         one.samples
         for one in probes
-        if one.way.layer == layer and one.way.strategy == (f"tp{tp}" if tp > 1 else "single")
+        if one.variant.layer == layer and one.variant.strategy == (f"tp{tp}" if tp > 1 else "single")
     ]
 
 
@@ -40,7 +40,7 @@ def test_what_is_measured_fits(name: str, cluster: str) -> None:
     kinds = {kind.name: kind for kind in model.kinds}
     probes = _probes(model, where)
     for probe in probes:
-        kind, parts = kinds[probe.way.layer], probe.way.tp
+        kind, parts = kinds[probe.variant.layer], probe.variant.tp
         saved = probe.samples * (kind.split_activation_bytes / parts + kind.replicated_activation_bytes)
         assert probe.samples <= 2 or saved <= where.device.memory_bytes / 4
 
@@ -49,10 +49,10 @@ def test_there_are_two_numbers_of_samples_however_slow_or_small_the_device() -> 
     cluster = load_cluster("titan-rtx-8")
     weak = replace(cluster, device=replace(cluster.device, fp32_flops_per_s=1e6, memory_bytes=1 << 20))
     probes = _probes(load_model("bert-large", Training()), weak)
-    for way in {probe.way for probe in probes}:
-        assert [probe.samples for probe in probes if probe.way == way] == [1, 2]
+    for variant in {probe.variant for probe in probes}:
+        assert [probe.samples for probe in probes if probe.variant == variant] == [1, 2]
 
 
 def test_sharded_and_recomputed_layers_have_the_samples_of_plain_ones() -> None:
     probes = set(_probes(load_model("t5-large", Training()), load_cluster("titan-rtx-8")))
-    assert {replace(one, way=replace(one.way, sharded=False, recompute=False)) for one in probes} <= probes
+    assert {replace(one, variant=replace(one.variant, sharded=False, recompute=False)) for one in probes} <= probes

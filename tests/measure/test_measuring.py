@@ -43,7 +43,7 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
     assert [group.ranks for group in cluster.groups] == [(0, 1)]
     assert cluster.device.memory_bytes > cluster.reserved_bytes > 1 << 20
     assert 1e7 < cluster.device.fp32_flops_per_s < 1e15
-    pair = Strategy.parse("dp2").digits(Kind.DP)
+    pair = Strategy.parse("dp2").factors(Kind.DP)
     for collective in Collective:
         assert 1e6 <= cluster.link(pair, collective).bytes_per_s < 1e12
         assert 0 <= cluster.link(pair, collective).latency_s < 1

@@ -10,16 +10,16 @@ from findings_oracle import SIZES, Truth, findings
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import Collective, Digit, Strategy
+from galvatron.core.spec import Collective, Factor, Strategy
 from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster
 from galvatron.measure import clusters
 from galvatron.measure.cluster_jobs.findings import ClusterProbe, GroupProbe, TransferProbe
-from galvatron.measure.cluster_jobs.shapes import digits_of, groups_of, shapes
+from galvatron.measure.cluster_jobs.shapes import factors_of, groups_of, shapes
 from galvatron.measure.clusters import cluster_of, profile_cluster
 from galvatron.measure.figures import Block
 
-ROUGHLY = 0.006  # figures are rounded to three digits
+ROUGHLY = 0.006  # figures are rounded to three factors
 
 
 def test_constants_are_recovered() -> None:
@@ -32,9 +32,9 @@ def test_constants_are_recovered() -> None:
     assert cluster.overlap_slowdown == pytest.approx(1.25, rel=ROUGHLY)
     assert cluster.compute_contention == pytest.approx(2.0, rel=ROUGHLY)
     for strategy in ("dp4", "dp2-tp2", "tp2-dp2"):
-        digits = Strategy.parse(strategy).digits(Kind.DP)
+        factors = Strategy.parse(strategy).factors(Kind.DP)
         for collective in Collective:
-            link = cluster.link(digits, collective)
+            link = cluster.link(factors, collective)
             slow = truth.scatter_factor if collective is Collective.REDUCE_SCATTER else 1
             assert link.bytes_per_s == pytest.approx(1e9 / slow, rel=ROUGHLY), (strategy, collective)
             assert link.latency_s == pytest.approx(truth.latency_s * slow, rel=ROUGHLY)
@@ -57,7 +57,7 @@ def test_no_link_is_free() -> None:
         probe: [Block((0.004,))] * 3 for probe in found.blocks if isinstance(probe, GroupProbe | TransferProbe)
     }
     cluster = cluster_of(replace(found, blocks={**found.blocks, **noise}))
-    pair = Strategy.parse("dp2-tp2").digits(Kind.DP)
+    pair = Strategy.parse("dp2-tp2").factors(Kind.DP)
     link = cluster.link(pair, Collective.ALL_GATHER)
     assert link.bytes_per_s == pytest.approx(SIZES[-1] / 2 / 0.004, rel=ROUGHLY)
     assert link.latency_s == pytest.approx(0.004, rel=ROUGHLY)
@@ -120,10 +120,10 @@ def test_a_group_that_cannot_be_is_refused(tmp_path: Path, ranks: str, expected:
 
 
 def test_every_axis_of_eight_devices_has_a_measured_group() -> None:
-    found = {groups_of(8, digits)[0] for digits in shapes(8)}
+    found = {groups_of(8, factors)[0] for factors in shapes(8)}
     assert found == {(0, 1), (0, 2), (0, 4), (0, 1, 2, 3), (0, 1, 4, 5), (0, 2, 4, 6), (0, 1, 2, 3, 4, 5, 6, 7)}
-    assert groups_of(8, (Digit(2, 2),)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert [digit.radix for digit in digits_of(12)] == [2, 2, 3]
+    assert groups_of(8, (Factor(2, 2),)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [factor.size for factor in factors_of(12)] == [2, 2, 3]
 
 
 def test_what_was_measured_before_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure import layers
 from galvatron.measure.figures import Block
 from galvatron.measure.layer_jobs.job import LayerJob
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Way
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant
 from galvatron.measure.layers import profile_model, profile_of
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
@@ -38,15 +38,15 @@ def findings(job: LayerJob) -> LayerFindings:
     """Timings that follow from the constants: TP divides a sample's part, backward takes three times as long."""
 
     def block(probe: LayerProbe) -> Block:
-        slope, fixed = FORWARD[probe.way.layer]
-        forward = probe.samples * slope / probe.way.tp + fixed + SHARDING_S * probe.way.sharded
-        again = forward + RECOMPUTE_S if probe.way.recompute else 0
+        slope, fixed = FORWARD[probe.variant.layer]
+        forward = probe.samples * slope / probe.variant.tp + fixed + SHARDING_S * probe.variant.sharded
+        again = forward + RECOMPUTE_S if probe.variant.recompute else 0
         return Block((forward, 3 * forward + again))
 
     memory = {
-        way: [LayerBytes(samples=n, saved=500 + 1000 * n // way.tp, transient=77 + 64 * n) for n in (1, 8)]
-        for way in job.ways
-        if not (way.sharded or way.recompute)
+        variant: [LayerBytes(samples=n, saved=500 + 1000 * n // variant.tp, transient=77 + 64 * n) for n in (1, 8)]
+        for variant in job.variants
+        if not (variant.sharded or variant.recompute)
     }
     return LayerFindings(device="toy", blocks={probe: [block(probe)] * 2 for probe in job.probes}, memory=memory)
 
@@ -109,10 +109,10 @@ def test_starting_kernels_is_no_part_of_a_sample(monkeypatch: pytest.MonkeyPatch
 
 def test_a_layer_that_bends_a_little_has_no_least_time() -> None:
     """One sample takes a tenth less than the line through more of them says: kernels of few samples are no worse."""
-    way = Way(layer="encoder", index=0, tp=1, sequence_parallel=False)
+    variant = Variant(layer="encoder", index=0, tp=1, sequence_parallel=False)
     seconds = {1: 0.9e-2, 2: 2e-2, 4: 4e-2, 8: 8e-2}
-    blocks = {LayerProbe(way=way, samples=count): [Block((one, 2 * one))] * 2 for count, one in seconds.items()}
-    weighed = {way: [LayerBytes(samples=n, saved=n, transient=n) for n in (1, 8)]}
+    blocks = {LayerProbe(variant=variant, samples=count): [Block((one, 2 * one))] * 2 for count, one in seconds.items()}
+    weighed = {variant: [LayerBytes(samples=n, saved=n, transient=n) for n in (1, 8)]}
     (time,) = profile_of(model_of(), LayerFindings(device="toy", blocks=blocks, memory=weighed)).times
     assert (time.forward_least_s, time.backward_least_s) == (0, 0)
     assert time.forward_s + (time.forward_fixed_s or 0) == pytest.approx(0.95e-2, rel=0.06)
@@ -121,9 +121,9 @@ def test_a_layer_that_bends_a_little_has_no_least_time() -> None:
 def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> None:
     """bert-tiny has two heads, and embeddings no sequence to divide."""
     profile_model(model_of(), cluster_of(4))
-    ways = {(way.layer, way.strategy) for way in stand_in[0].ways}
-    assert {text for layer, text in ways if layer == "encoder"} == {"single", "tp2", "tp2+sp", "sdp2", "single+rc"}
-    assert {text for layer, text in ways if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2", "single+rc"}
+    variants = {(variant.layer, variant.strategy) for variant in stand_in[0].variants}
+    assert {text for layer, text in variants if layer == "encoder"} == {"single", "tp2", "tp2+sp", "sdp2", "single+rc"}
+    assert {text for layer, text in variants if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2", "single+rc"}
 
 
 def test_processes_that_share_cores_measure_at_once(stand_in: list[LayerJob]) -> None:
@@ -159,12 +159,12 @@ def compute_s(plan: Plan) -> float:
 def test_the_figures_reach_the_plan(strategy: str) -> None:
     """The compute time of a plan is what its layers' constants add up to, and its memory what they save."""
     model, cluster = model_of(), cluster_of(2)
-    ways = tuple(
-        Way(layer=layer, index=0, tp=tp, sequence_parallel=False, sharded=sharded, recompute=recompute)
+    variants = tuple(
+        Variant(layer=layer, index=0, tp=tp, sequence_parallel=False, sharded=sharded, recompute=recompute)
         for layer in FORWARD
         for tp, sharded, recompute in ((1, False, False), (2, False, False), (1, True, False), (1, False, True))
     )
-    probes = tuple(LayerProbe(way=way, samples=samples) for way in ways for samples in (1, 2, 4, 8))
+    probes = tuple(LayerProbe(variant=variant, samples=samples) for variant in variants for samples in (1, 2, 4, 8))
     profile = profile_of(model, findings(LayerJob(model=model, probes=probes, devices=1, rounds=2)))
     request = Request(model=model, cluster=cluster, batch=8, profile=profile)
     plan = priced(request, [[strategy] * len(model.layers)])

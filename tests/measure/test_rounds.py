@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from galvatron.measure.figures import Block
 from galvatron.measure.timing import Probe, Rounds, measure_in_turns, seconds_of_calls
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 
 PARTS = [(1.0, 2.0), (), (2.0, 5.0), (4.0, 1.0)]
 """What each rank says of one call; the second has no part in it."""
@@ -21,9 +21,9 @@ def _measured(kind: str) -> list[Block]:
 
     def measure(rank: int) -> list[Block]:
         device = torch.device(kind)
-        crew = Crew(rank=rank, world=4, local_world=4, device=device, store=store, report=lambda *_: None)
+        peers = Peers(rank=rank, world=4, local_world=4, device=device, store=store, report=lambda *_: None)
         probe = Probe(lambda calls: tuple(part * calls for part in PARTS[rank]))
-        return measure_in_turns({"work": probe}, rounds, crew)["work"]
+        return measure_in_turns({"work": probe}, rounds, peers)["work"]
 
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(measure, range(4)))

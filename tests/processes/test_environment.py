@@ -6,16 +6,19 @@ import os
 
 import pytest
 
-from galvatron.processes.environment import unset
+from galvatron.processes.environment import defaults_if_unset
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MIMALLOC_PURGE_DELAY", "KINETO_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert unset(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99") == {"MIMALLOC_PURGE_DELAY": "-1", "KINETO_LOG_LEVEL": "99"}
+    assert defaults_if_unset(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99") == {
+        "MIMALLOC_PURGE_DELAY": "-1",
+        "KINETO_LOG_LEVEL": "99",
+    }
     monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "10")
-    assert unset() == {}
+    assert defaults_if_unset() == {}
 
 
 def test_ranks_are_launched_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

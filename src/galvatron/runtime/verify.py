@@ -24,19 +24,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from galvatron.core.errors import InvalidInput, Unequal
-from galvatron.core.spec import Kind, Precision, Strategy, by_digits
+from galvatron.core.spec import Kind, Precision, Strategy, factor_by_factor
 from galvatron.families.build import build_meta, without_weights
-from galvatron.families.generic.adapter import Loss, logits_of
-from galvatron.families.layer import IGNORED, Batch, CutModel
-from galvatron.families.registry import cut as cut_model
+from galvatron.families.generic.adapter import LossFunction, logits_of
+from galvatron.families.layer import IGNORED, Batch, LayeredModel
+from galvatron.families.registry import layered_model
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.families.weights import ModelWeights
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime import collectives
-from galvatron.runtime.assembly import Settings
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, kinds_of
 from galvatron.runtime.randomness import restored
+from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["NotChecked", "difference", "verify"]
 
@@ -58,7 +58,12 @@ class NotChecked(Exception):
 
 
 def verify(
-    model: nn.Module, plan: Plan, *, device: torch.device, example: Batch | None = None, loss: Loss | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device,
+    example: Batch | None = None,
+    loss: LossFunction | None = None,
 ) -> None:
     """Raise :class:`Unequal` on all ranks if the model does not train under the plan as in one process.
 
@@ -79,7 +84,12 @@ def verify(
 
 
 def difference(
-    model: nn.Module, plan: Plan, *, device: torch.device, example: Batch | None = None, loss: Loss | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device,
+    example: Batch | None = None,
+    loss: LossFunction | None = None,
 ) -> str | None:
     """In which way training under the plan differs from one process, the same on every rank; None: in none.
 
@@ -113,10 +123,10 @@ class _Trial:
     """By what is special about them."""
     targets: Mapping[str, int]
     example: Batch | None
-    loss: Loss | None
+    loss: LossFunction | None
 
 
-def _trial(model: nn.Module, plan: Plan, example: Batch | None, loss: Loss | None) -> _Trial:
+def _trial(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> _Trial:
     reasons = []
     for make in (_tiny_copy, _itself):
         try:
@@ -153,13 +163,13 @@ def _built(model: Any, config: Any, plan: Plan) -> nn.Module:
     """A stock model of the same class with random weights."""
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
-    hollow: Any = build_meta(config, replace(plan.model.training, dropout=False), as_named=True)
-    count = sum(own.numel() for own in hollow.parameters())
+    empty: Any = build_meta(config, replace(plan.model.training, dropout=False), as_named=True)
+    count = sum(own.numel() for own in empty.parameters())
     if count > _MOST_PARAMETERS:
         raise NotChecked(f"its smallest copy has {count:,} parameters, more than {_MOST_PARAMETERS:,}")
     torch.manual_seed(_SEED)
-    attention = hollow.config._attn_implementation
-    return _made_equal(type(hollow)._from_config(hollow.config, attn_implementation=attention, dtype=torch.float32))
+    attention = empty.config._attn_implementation
+    return _made_equal(type(empty)._from_config(empty.config, attn_implementation=attention, dtype=torch.float32))
 
 
 @torch.no_grad()
@@ -179,18 +189,18 @@ def _made_equal(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: Loss | None) -> _Trial:
-    cut = cut_model(without_weights(model), example, loss)
+def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> _Trial:
+    layered = layered_model(without_weights(model), example, loss)
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
-    batches = _batches(cut, model, rows * count, _length(plan), example, loss)
+    batches = _batches(layered, model, rows * count, _length(plan), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)
     training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
     if "input_ids" in batches["plain"]:
         training = replace(training, sequence_length=batches["plain"]["input_ids"].shape[1])
     plan = replace(plan, model=replace(plan.model, training=training, config=None))
-    plan = replace(plan, model=replace(plan.model, kinds=kinds_of(plan, cut)))
-    check_model(plan, cut)
-    targets = {name: cut.targets(batch) for name, batch in batches.items()}
+    plan = replace(plan, model=replace(plan.model, kinds=kinds_of(plan, layered)))
+    check_model(plan, layered)
+    targets = {name: layered.targets(batch) for name, batch in batches.items()}
     return _Trial(model=model, plan=plan, batches=batches, targets=targets, example=example, loss=loss)
 
 
@@ -210,7 +220,8 @@ def _rows(plan: Plan) -> int:
             return False
         changes = [pair for stage in plan.stages for pair in pairwise(stage.strategies)]
         return all(
-            by_digits(first.layout, second.layout, rows) == by_digits(first.layout, second.layout, plan.micro_batch)
+            factor_by_factor(first.batch_factors, second.batch_factors, rows)
+            == factor_by_factor(first.batch_factors, second.batch_factors, plan.micro_batch)
             for first, second in changes
         )
 
@@ -239,7 +250,7 @@ def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
 
 
 def _batches(
-    cut: CutModel, model: Any, rows: int, length: int, example: Batch | None, loss: Loss | None
+    layered: LayeredModel, model: Any, rows: int, length: int, example: Batch | None, loss: LossFunction | None
 ) -> Mapping[str, Batch]:
     """One with labels that do not count, and one with padding where the model knows it."""
     stock = type(model).__module__.startswith("transformers.")
@@ -247,7 +258,7 @@ def _batches(
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw() -> dict[str, Tensor]:
-        drawn = cut.example(rows, length if tokens else None, generator)
+        drawn = layered.example(rows, length if tokens else None, generator)
         drawn = _with_few_tokens(drawn) if stock else dict(drawn)
         batch = {name: own.float() if own.is_floating_point() else own for name, own in drawn.items()}
         labels = batch["labels"]
@@ -295,7 +306,7 @@ def _one_process(trial: _Trial, batch: Batch, device: torch.device) -> _Answer:
     return _Answer(mean, found)
 
 
-def _own_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
+def _own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
     """The mean over the targets: the model's own where it computes one."""
     taken = inspect.signature(model.forward).parameters
     inputs = {name: own for name, own in batch.items() if name in taken and name != "labels"}
@@ -311,9 +322,9 @@ def _own_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
 
 def _compare(trial: _Trial, answers: list[_Answer] | None, device: torch.device) -> str | None:
-    cut = cut_model(without_weights(trial.model), trial.example, trial.loss)
-    settings = Settings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
-    parallel = build(trial.plan, cut, settings, ModelWeights(cut, trial.model))
+    layered = layered_model(without_weights(trial.model), trial.example, trial.loss)
+    settings = ComputeSettings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
+    parallel = build(trial.plan, layered, settings, ModelWeights(layered, trial.model))
     found = None
     for number, (name, batch) in enumerate(trial.batches.items()):
         loss = float(parallel.forward_backward(batch))

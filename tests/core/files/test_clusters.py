@@ -73,7 +73,7 @@ def test_presets_are_in_the_order_their_hardware_suggests() -> None:
 
 
 def test_a_node_of_rails_gives_a_lane_to_each_device_and_a_shared_port_does_not() -> None:
-    across = Strategy.parse("dp8-tp8").digits(Kind.DP)
+    across = Strategy.parse("dp8-tp8").factors(Kind.DP)
     assert load_cluster("h100-64").link(across).bytes_per_s == 45e9
     assert load_cluster("a100-64").link(across).bytes_per_s == 11e9 / 8
 
@@ -370,5 +370,5 @@ def test_the_documented_shares_are_those_of_the_code() -> None:
     for shared, expected in ((True, (1.25e9, 2.5e9, 10e9)), (False, (10e9, 20e9, 80e9))):
         outer = replace(base.levels[0], units=2, bytes_per_s=10e9, shared=shared)
         nodes = replace(base, levels=(base.levels[0], outer))
-        groups = [Strategy.parse(text).digits(Kind.DP) for text in ("dp2-tp8", "dp4-tp4", "dp16")]
+        groups = [Strategy.parse(text).factors(Kind.DP) for text in ("dp2-tp8", "dp4-tp4", "dp16")]
         assert tuple(nodes.link(group).bytes_per_s for group in groups) == expected

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster, Device, Digit, Kind, Layout, Level, Precision, Strategy, prime_factors
+from galvatron.core.spec import Cluster, Device, Factor, Factors, Kind, Level, Precision, Strategy, prime_factors
 
 FAST, SLOW = 100.0, 10.0
 
@@ -36,7 +36,7 @@ def cluster(*levels: tuple[int, float, bool], transfer: float | None = None) -> 
 
 
 def link(cluster: Cluster, strategy: str, kind: Kind) -> tuple[float, float]:
-    found = cluster.link(Strategy.parse(strategy).digits(kind))
+    found = cluster.link(Strategy.parse(strategy).factors(kind))
     return found.bytes_per_s, found.latency_s
 
 
@@ -131,11 +131,11 @@ def test_a_group_of_one_has_no_limit() -> None:
     assert TWO_NODES_SHARED.link(frozenset()).latency_s == 0.0
 
 
-def counted(cluster: Cluster, digits: Layout) -> float:
+def counted(cluster: Cluster, factors: Factors) -> float:
     """The slowest group's bandwidth by counting ranks: each crossing group's share of every unit it leaves."""
     groups: dict[int, list[int]] = {}
     for rank in range(cluster.devices):
-        first = rank - sum((rank // digit.stride % digit.radix) * digit.stride for digit in digits)
+        first = rank - sum((rank // factor.stride % factor.size) * factor.stride for factor in factors)
         groups.setdefault(first, []).append(rank)
     slowest, unit_size = math.inf, 1
     for level in cluster.levels:
@@ -156,24 +156,24 @@ level_lists = st.lists(st.tuples(st.sampled_from([2, 3, 4, 6]), bandwidths, st.b
 
 @given(level_lists, st.data())
 def test_a_group_gets_what_counting_its_members_says(levels: Levels, data: st.DataObject) -> None:
-    """Any mix of digits that nest in the islands, as those of powers of two always do."""
+    """Any mix of factors that nest in the islands, as those of powers of two always do."""
     islands = cluster(*levels)
     nesting, stride = [], 1
     for level in islands.levels:
         for prime in prime_factors(level.units):
-            nesting.append(Digit(stride, prime))
+            nesting.append(Factor(stride, prime))
             stride *= prime
-    digits = frozenset(data.draw(st.lists(st.sampled_from(nesting), unique=True)))
-    assert islands.link(digits).bytes_per_s == pytest.approx(counted(islands, digits))
+    factors = frozenset(data.draw(st.lists(st.sampled_from(nesting), unique=True)))
+    assert islands.link(factors).bytes_per_s == pytest.approx(counted(islands, factors))
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_group_that_straddles_islands_is_not_promised_more_than_they_have(shared: bool) -> None:
     """{0, 1, 2} and {3, 4, 5} on three pairs: both have a member in the pair {2, 3}, and leave it together."""
     pairs = cluster((2, FAST, False), (3, SLOW, shared))
-    digits = Strategy.parse("dp2-tp3").digits(Kind.TP)
-    assert counted(pairs, digits) == (SLOW / 2 if shared else SLOW)
-    assert pairs.link(digits).bytes_per_s <= counted(pairs, digits)
+    factors = Strategy.parse("dp2-tp3").factors(Kind.TP)
+    assert counted(pairs, factors) == (SLOW / 2 if shared else SLOW)
+    assert pairs.link(factors).bytes_per_s <= counted(pairs, factors)
 
 
 @pytest.mark.parametrize(

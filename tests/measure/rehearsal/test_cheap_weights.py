@@ -6,14 +6,14 @@ import torch
 
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 from galvatron.measure.rehearsal.weights import CheapWeights
-from galvatron.runtime.data_parallel.pieces import Cut, Piece
+from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit
 
 
 def _weights(hidden: int) -> tuple[CheapWeights, list[dict[str, torch.Size]]]:
     config = {"model_type": "bert", "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = cut(build_meta(config, Training()))
+    model = layered_model(build_meta(config, Training()))
     return CheapWeights(model), [{name: own.shape for name, own in layer.named_parameters()} for layer in model.layers]
 
 
@@ -37,8 +37,8 @@ def test_memory_grows_with_the_sides_of_the_largest_matrix_only() -> None:
 def test_a_ranks_part_is_an_ordinary_tensor_of_varied_numbers() -> None:
     weights, _ = _weights(64)
     whole = weights.tensors(1)["block.intermediate.dense.weight"]
-    piece = Piece(tuple(whole.shape), Cut(dim=0, index=1, degree=2))
-    part = piece.take(whole).to("cpu", torch.float32, copy=True)
+    shard = ParameterShard(tuple(whole.shape), TensorSplit(dim=0, index=1, degree=2))
+    part = shard.take(whole).to("cpu", torch.float32, copy=True)
     assert part.is_contiguous()
     assert part.untyped_storage().nbytes() == part.numel() * 4
     assert part.isfinite().all()

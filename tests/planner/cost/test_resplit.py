@@ -79,7 +79,7 @@ def test_recompute_gathers_twice_and_saves_nothing() -> None:
 
 
 def test_a_whole_weight_is_only_sliced() -> None:
-    """But its gradient is written into a whole one, beside the borrower's quarter: 150 MB, of which 60 are counted."""
+    """But its gradient is written into a whole one, beside the user's quarter: 150 MB, of which 60 are counted."""
     assert _paid("dp4", "tp4") == (0.0, 0, 120 * MB + 30 * MB - 60 * MB)
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.core.spec import Cluster, Digit, Kind, ModelSpec, Strategy
+from galvatron.core.spec import Cluster, Factor, Kind, ModelSpec, Strategy
 from galvatron.planner.cost import Integers
 
-Digits = frozenset[Digit]
+Digits = frozenset[Factor]
 Divided = tuple[Digits, Digits]
-"""The digits of the rank that divide rows and sequences at a layer's borders."""
+"""The factors of the rank that divide rows and sequences at a layer's borders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Moves:
 
 
 def divided(strategy: Strategy) -> Divided:
-    rows = strategy.digits(Kind.DP, Kind.SDP)
-    return rows, strategy.digits(Kind.TP) if strategy.sequence_parallel else frozenset()
+    rows = strategy.factors(Kind.DP, Kind.SDP)
+    return rows, strategy.factors(Kind.TP) if strategy.sequence_parallel else frozenset()
 
 
 def moves(
@@ -71,12 +71,12 @@ def change_s(size: int, count: int, before: Divided, after: Divided, cluster: Cl
     (rows, sequence), (wanted_rows, wanted_sequence) = before, after
     held, seconds = size / ranks(rows) / ranks(sequence), 0.0
 
-    def gather(digits: Digits) -> None:
+    def gather(factors: Digits) -> None:
         nonlocal held, seconds
-        if digits:
-            link = cluster.link(digits)
-            seconds += held * (ranks(digits) - 1) / link.bytes_per_s + link.latency_s
-            held *= ranks(digits)
+        if factors:
+            link = cluster.link(factors)
+            seconds += held * (ranks(factors) - 1) / link.bytes_per_s + link.latency_s
+            held *= ranks(factors)
 
     if sequence != wanted_sequence:
         gather(sequence)
@@ -88,12 +88,12 @@ def change_s(size: int, count: int, before: Divided, after: Divided, cluster: Cl
     return seconds
 
 
-def ranks(digits: Digits) -> int:
-    return math.prod(digit.radix for digit in digits)
+def ranks(factors: Digits) -> int:
+    return math.prod(factor.size for factor in factors)
 
 
-def _one_radix(a: Digit, b: Digit) -> bool:
-    return a == b or a.stride % (b.stride * b.radix) == 0 or b.stride % (a.stride * a.radix) == 0
+def _one_radix(a: Factor, b: Factor) -> bool:
+    return a == b or a.stride % (b.stride * b.size) == 0 or b.stride % (a.stride * a.size) == 0
 
 
 def _whole_ns(seconds: object) -> Integers:

@@ -1,7 +1,7 @@
 """Random instances and brute-force answers for the tests of the search.
 
 Nothing here uses the search's own code: brute force adds up plain integers (layers from the cost tables, what moves
-between them from ``moving_oracle``, tied weights from ``borrowing_oracle``) and enumerates what the space allows. It is
+between them from ``moving_oracle``, tied weights from ``tied_oracle``) and enumerates what the space allows. It is
 slow on purpose; instances are small.
 """
 
@@ -14,9 +14,9 @@ from fractions import Fraction
 from itertools import combinations, pairwise, product
 
 import numpy as np
-from borrowing_oracle import price, sharers, split_over
 from moving_oracle import moves
 from random_parts import random_cluster, random_model, random_space
+from tied_oracle import price, sharers, split_over
 
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B
 from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, StageCosts

@@ -41,6 +41,6 @@ def test_nonsense_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["dp" + "9" * 5000, "dp\u0662", "dp02", "dp2+rc+rc"])
 def test_what_str_never_writes_is_refused(text: str) -> None:
-    """Parse is the inverse of str: no endless numbers (a ValueError), other alphabets' digits, or a flag twice."""
+    """Parse is the inverse of str: no endless numbers (a ValueError), other alphabets' factors, or a flag twice."""
     with pytest.raises(InvalidInput):
         Strategy.parse(text)

@@ -82,7 +82,7 @@ def test_epochs_and_seeds_have_their_own_orders_and_random_numbers() -> None:
 
 
 def test_unshuffled_is_in_order() -> None:
-    loader = Loader(Numbers(size=5), batch=4, shuffle=False)
+    loader = Loader(Numbers(size=5), batch=4, seed=None)
     assert [index for _ in range(2) for index, _ in rows(next(loader))] == [0, 1, 2, 3, 4, 0, 1, 2]
     assert loader.epoch == 8 / 5
 
@@ -140,7 +140,7 @@ def test_a_dropped_loader_leaves_no_threads() -> None:
 def test_rows_that_are_not_read_are_told(workers: int) -> None:
     data = Numbers()
     reads = {"pixel_values": frozenset({1, 2}), "input_ids": frozenset(range(4))}
-    loader = Loader(data, batch=4, shuffle=False, workers=workers, reads=reads)
+    loader = Loader(data, batch=4, seed=None, workers=workers, reads=reads)
     next(loader)
     skipped = frozenset({"pixel_values"})
     assert [data.unread[row] for row in range(4)] == [skipped, frozenset(), frozenset(), skipped]

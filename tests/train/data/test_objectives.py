@@ -8,10 +8,10 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import IGNORED
-from galvatron.train.data.objectives import Causal, Masked, SpanLengths, Spans, making_of
+from galvatron.train.data.objectives import Causal, Masked, SpanLengths, Spans, sample_maker_of
 from galvatron.train.data.order import generator_of
+from galvatron.train.data.requirements import Objective, TokenRequirements
 from galvatron.train.data.vocabulary import Vocabulary
-from galvatron.train.data.wanted import Objective, TokensWanted
 
 BERT = Vocabulary(size=1000, mask=4, start=2, end=3, special=(0, 1, 2, 3, 4))
 
@@ -20,8 +20,8 @@ def text(length: int, seed: int = 0) -> Tensor:
     return torch.randint(5, 1000, (length,), generator=generator_of(seed))
 
 
-def wanted(objective: Objective, length: int = 64) -> TokensWanted:
-    return TokensWanted(objective=objective, vocabulary=1000, length=length, end=1)
+def wanted(objective: Objective, length: int = 64) -> TokenRequirements:
+    return TokenRequirements(objective=objective, vocabulary=1000, length=length, end=1)
 
 
 def test_causal_labels_are_the_tokens() -> None:
@@ -35,13 +35,13 @@ def test_causal_labels_are_the_tokens() -> None:
 
 def test_masked_statistics() -> None:
     """15% are predicted; of these 80% show the mask, 10% another word, 10% themselves; the others are untouched."""
-    making = making_of(wanted(Objective.MASKED, 256), BERT)
-    assert making.tokens == 254
+    objective = sample_maker_of(wanted(Objective.MASKED, 256), BERT)
+    assert objective.tokens == 254
     hidden = shown_mask = shown_same = total = 0
     for number in range(200):
         tokens = text(254, number)
         tokens[100] = 3  # the end of a document
-        sample = making.sample(tokens, generator_of(1, number))
+        sample = objective.sample(tokens, generator_of(1, number))
         seen, labels = sample["input_ids"], sample["labels"]
         whole = torch.cat([torch.tensor([2]), tokens, torch.tensor([3])])
         chosen = labels != IGNORED
@@ -60,10 +60,10 @@ def test_masked_statistics() -> None:
 
 
 def test_masks_differ_with_the_generator_and_are_spread_evenly() -> None:
-    making = Masked(34, BERT, 4)
+    objective = Masked(34, BERT, 4)
     counts = torch.zeros(34)
     for number in range(1000):
-        counts += making.sample(text(32), generator_of(number))["labels"] != IGNORED
+        counts += objective.sample(text(32), generator_of(number))["labels"] != IGNORED
     inner = counts[1:-1]
     expected = 1000 * 5 / 32
     assert (inner - expected).abs().max() < 5 * expected**0.5
@@ -72,11 +72,11 @@ def test_masks_differ_with_the_generator_and_are_spread_evenly() -> None:
 def test_spans_can_be_put_back() -> None:
     """Replacing each sentinel of the input by what follows it in the target gives the text."""
     vocabulary = Vocabulary(size=1100, end=1, sentinels=tuple(range(1099, 999, -1)), special=(1,))
-    making = making_of(wanted(Objective.SPANS, 512), vocabulary)
-    assert isinstance(making, Spans)
+    objective = sample_maker_of(wanted(Objective.SPANS, 512), vocabulary)
+    assert isinstance(objective, Spans)
     for number in range(50):
-        tokens = text(making.tokens, number)
-        sample = making.sample(tokens, generator_of(2, number))
+        tokens = text(objective.tokens, number)
+        sample = objective.sample(tokens, generator_of(2, number))
         source, target = sample["input_ids"].tolist(), sample["labels"].tolist()
         assert len(source) == 512
         target = [token for token in target if token != IGNORED]
@@ -121,4 +121,4 @@ def test_inputs_have_exactly_the_length_asked_for(length: int) -> None:
 )
 def test_what_cannot_be_made_is_refused(objective: Objective, length: int, vocabulary: Vocabulary, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        making_of(wanted(objective, length), vocabulary)
+        sample_maker_of(wanted(objective, length), vocabulary)

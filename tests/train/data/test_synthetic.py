@@ -13,11 +13,11 @@ from small_models import IMAGES, TOKENS, config
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 from galvatron.train.data import Loader, synthetic, unigram_entropy
 from galvatron.train.data.order import generator_of
+from galvatron.train.data.requirements import Objective, TokenRequirements, requirements_of
 from galvatron.train.data.synthetic import ZipfTokens
-from galvatron.train.data.wanted import Objective, TokensWanted, wanted_by
 
 
 def training(family: str) -> Training:
@@ -30,8 +30,8 @@ def test_a_stock_model_takes_it(family: str) -> None:
     how = training(family)
     batch = next(Loader(synthetic(config(family), how), batch=4))
     hollow = build_meta(config(family), how)
-    assert cut(hollow).required <= batch.keys()
-    assert cut(hollow).targets(batch) > 0
+    assert layered_model(hollow).required <= batch.keys()
+    assert layered_model(hollow).targets(batch) > 0
     torch.manual_seed(0)
     model = type(hollow)(hollow.config)
     guess = math.log(67 if family in TOKENS else 10)
@@ -80,8 +80,8 @@ def test_a_vocabulary_without_room_is_refused() -> None:
 
 def test_models_of_unknown_family_are_known_by_their_class() -> None:
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 90}
-    found = wanted_by(mistral, Training(sequence_length=8))
-    assert found == TokensWanted(objective=Objective.CAUSAL, vocabulary=90, length=8, end=2)
+    found = requirements_of(mistral, Training(sequence_length=8))
+    assert found == TokenRequirements(objective=Objective.CAUSAL, vocabulary=90, length=8, end=2)
     tagger = {"model_type": "mistral", "architectures": ["MistralForTokenClassification"]}
     with pytest.raises(InvalidInput, match="MistralForTokenClassification: no data is made for models of this kind"):
-        wanted_by(tagger, Training())
+        requirements_of(tagger, Training())

@@ -73,7 +73,7 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
             elif extra > 0:
                 reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
             else:
-                where = "changes of layout, borrowed weights or at the peak"
+                where = "changes of layout, tied weights or at the peak"
                 reasons.append(f"{names[fastest]} alone {saves}, but costs more in {where}")
     return tuple(reasons)
 

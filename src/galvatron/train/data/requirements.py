@@ -12,7 +12,7 @@ from galvatron.core.spec import Training
 from galvatron.families.adapters import sides
 from galvatron.families.build import read_config, stock_class
 
-__all__ = ["ImagesWanted", "Objective", "TokensWanted", "wanted_by"]
+__all__ = ["ImageRequirements", "Objective", "TokenRequirements", "requirements_of"]
 
 
 class Objective(StrEnum):
@@ -37,7 +37,7 @@ _T5_END = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokensWanted:
+class TokenRequirements:
     """What a language model reads."""
 
     objective: Objective
@@ -50,7 +50,7 @@ class TokensWanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImagesWanted:
+class ImageRequirements:
     """What an image classifier reads."""
 
     height: int
@@ -59,13 +59,13 @@ class ImagesWanted:
     classes: int
 
 
-def wanted_by(config: Mapping[str, Any], training: Training) -> TokensWanted | ImagesWanted:
+def requirements_of(config: Mapping[str, Any], training: Training) -> TokenRequirements | ImageRequirements:
     """What the model of this configuration (the content of a ``config.json``) reads."""
     full: Any = read_config(config)
     name = stock_class(full).__name__
     if name.endswith("ForImageClassification"):
         height, width = sides(full.image_size)
-        return ImagesWanted(height=height, width=width, channels=full.num_channels, classes=full.num_labels)
+        return ImageRequirements(height=height, width=width, channels=full.num_channels, classes=full.num_labels)
     objective = next((found for ending, found in _OBJECTIVES.items() if name.endswith(ending)), None)
     if objective is None:
         raise InvalidInput(
@@ -76,4 +76,4 @@ def wanted_by(config: Mapping[str, Any], training: Training) -> TokensWanted | I
     if length is None:
         raise InvalidInput(f"{name}: its configuration does not say how long samples are; give a sequence length")
     end = full.eos_token_id if isinstance(full.eos_token_id, int) else _T5_END
-    return TokensWanted(objective=objective, vocabulary=full.vocab_size, length=length, end=end)
+    return TokenRequirements(objective=objective, vocabulary=full.vocab_size, length=length, end=end)

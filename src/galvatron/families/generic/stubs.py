@@ -1,9 +1,9 @@
 """A stock model's own forward, run in parts: before, with and after its repeated blocks.
 
-A *shell* is a copy of the model without weights in which blocks have stand-ins, and so may every *unit*: a module that
-owns parameters (outside the blocks). A unit's stand-in runs on the meta device for the shape of its result and returns
-a tensor of NaNs, so that any part of the model runs without the weights of the others, and what secretly uses them
-shows.
+A *stubbed model* is a copy of the model without weights in which blocks have stand-ins, and so may every *unit*: a
+module that owns parameters (outside the blocks). A unit's stand-in runs on the meta device for the shape of its result
+and returns a tensor of NaNs. So any part of the model runs without the weights of the others, and what secretly uses
+them shows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
 
-__all__ = ["Call", "Held", "Shell", "Stop", "Unit", "find_units", "has_nan"]
+__all__ = ["Call", "Held", "Stop", "StubbedModel", "Unit", "find_units", "has_nan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class _Log:
     """Units with a parameter that was used outside of them."""
 
 
-class Shell:
+class StubbedModel:
     """A copy of a model without weights, with stand-ins for its blocks and for the units not in ``real``."""
 
     def __init__(self, model: nn.Module, blocks: str, units: Iterable[Unit], real: Iterable[str] = ()) -> None:
@@ -224,15 +224,15 @@ _LOOKS = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_float
 class _Uses(TorchFunctionMode):
     """Notes when a held parameter is read, and when a unit's parameter is, though not by the unit itself."""
 
-    def __init__(self, shell: Shell, held: Mapping[str, tuple[nn.Module, str, nn.Parameter]]) -> None:
+    def __init__(self, stubbed: StubbedModel, held: Mapping[str, tuple[nn.Module, str, nn.Parameter]]) -> None:
         super().__init__()
-        self._shell = shell
+        self._stubbed = stubbed
         self._held = {id(getattr(module, attribute)): name for name, (module, attribute, _) in held.items()}
-        self._owned = {id(own): name for name, stub in shell._stubs.items() for own in stub.parameters()}
+        self._owned = {id(own): name for name, stub in stubbed._stubs.items() for own in stub.parameters()}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._shell._within and getattr(function, "__name__", "") not in _LOOKS:
-            log = self._shell.log
+        if not self._stubbed._within and getattr(function, "__name__", "") not in _LOOKS:
+            log = self._stubbed.log
             for own in map(id, tree_flatten((args, kwargs))[0]):
                 if own in self._held:
                     log.used.append((self._held[own], len(log.calls)))

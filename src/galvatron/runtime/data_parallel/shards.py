@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Cut", "Piece", "part_of"]
+__all__ = ["ParameterShard", "ShardBlock", "TensorSplit", "part_of"]
 
 
 def part_of(size: int, index: int, degree: int) -> range:
@@ -18,22 +18,22 @@ def part_of(size: int, index: int, degree: int) -> range:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a piece that is one block in the whole as well, which is what files and messages can name."""
+class ShardBlock:
+    """A part of a shard that is one block in the whole as well, which is what files and messages can name."""
 
     offsets: tuple[int, ...]
     """Where it begins in the whole."""
     inside: tuple[int, ...]
-    """Where it begins in the piece."""
+    """Where it begins in the shard."""
     sizes: tuple[int, ...]
 
-    def of(self, piece: Tensor) -> Tensor:
-        """The view of it in the piece's tensor."""
-        return piece[tuple(slice(start, start + size) for start, size in zip(self.inside, self.sizes, strict=True))]
+    def of(self, shard: Tensor) -> Tensor:
+        """The view of it in the shard's tensor."""
+        return shard[tuple(slice(start, start + size) for start, size in zip(self.inside, self.sizes, strict=True))]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSplit:
     """How tensor parallelism divides a parameter."""
 
     dim: int
@@ -54,54 +54,56 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterShard:
     """A rank's part of a parameter: what tensor parallelism leaves of it, and of that the rows sharding leaves."""
 
     shape: tuple[int, ...]
     """Of the whole."""
-    cut: Cut | None = None
+    split: TensorSplit | None = None
     rows: range | None = None
     """Of the first dim after the cut; None: all."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        if self.cut is not None:
-            whole = whole.index_select(self.cut.dim, self.cut.positions(self.shape[self.cut.dim]).to(whole.device))
+        if self.split is not None:
+            whole = whole.index_select(
+                self.split.dim, self.split.positions(self.shape[self.split.dim]).to(whole.device)
+            )
         return whole if self.rows is None else whole[self.rows.start : self.rows.stop]
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Write this rank's part into the whole."""
-        if self.cut is None:
+        if self.split is None:
             target = whole if self.rows is None else whole[self.rows.start : self.rows.stop]
             target.copy_(part)
             return
-        positions = self.cut.positions(self.shape[self.cut.dim]).to(whole.device)
-        if self.rows is not None and self.cut.dim == 0:
+        positions = self.split.positions(self.shape[self.split.dim]).to(whole.device)
+        if self.rows is not None and self.split.dim == 0:
             positions = positions[self.rows.start : self.rows.stop]
         elif self.rows is not None:
             whole = whole[self.rows.start : self.rows.stop]
-        whole.index_copy_(self.cut.dim, positions, part.to(whole.dtype))
+        whole.index_copy_(self.split.dim, positions, part.to(whole.dtype))
 
-    def boxes(self) -> list[Box]:
-        """The piece as blocks of the whole, in order; none if it is empty."""
+    def blocks(self) -> list[ShardBlock]:
+        """The shard as blocks of the whole, in order; none if it is empty."""
         along = [[(0, range(size))] for size in self.shape]
-        if self.cut is not None:
-            along[self.cut.dim] = _placed(self.cut.runs(self.shape[self.cut.dim]))
+        if self.split is not None:
+            along[self.split.dim] = _placed(self.split.runs(self.shape[self.split.dim]))
         if self.rows is not None:
             along[0] = [
                 (max(start, self.rows.start) - self.rows.start, kept)
                 for start, run in along[0]
                 if (kept := run[max(self.rows.start - start, 0) : max(self.rows.stop - start, 0)])
             ]
-        boxes = (
-            Box(
+        blocks = (
+            ShardBlock(
                 offsets=tuple(run.start for _, run in runs),
                 inside=tuple(start for start, _ in runs),
                 sizes=tuple(len(run) for _, run in runs),
             )
             for runs in product(*along)
         )
-        return [box for box in boxes if all(box.sizes)]
+        return [block for block in blocks if all(block.sizes)]
 
 
 def _placed(runs: list[range]) -> list[tuple[int, range]]:

@@ -1,4 +1,4 @@
-"""Ranks that exchange numbers through a store: threads of one process here, each with a crew of its own."""
+"""Ranks that exchange numbers through a store: threads of one process here, each with a peers of its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 
 
-def _crews(world: int) -> list[Crew]:
+def _crews(world: int) -> list[Peers]:
     store, device = HashStore(), torch.device("cpu")
     return [
-        Crew(rank=rank, world=world, local_world=world, device=device, store=store, report=lambda *_: None)
+        Peers(rank=rank, world=world, local_world=world, device=device, store=store, report=lambda *_: None)
         for rank in range(world)
     ]
 
@@ -21,7 +21,7 @@ def _crews(world: int) -> list[Crew]:
 def test_everyone_gets_everyones_value_in_order() -> None:
     crews = _crews(3)
     with ThreadPoolExecutor(3) as ranks:
-        found = list(ranks.map(lambda crew: [crew.gather(crew.rank * 10), crew.gather([crew.rank])], crews))
+        found = list(ranks.map(lambda peers: [peers.gather(peers.rank * 10), peers.gather([peers.rank])], crews))
     assert found == [[[0, 10, 20], [[0], [1], [2]]]] * 3
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from galvatron.core.spec import Digit, Kind, LayerSpec, Strategy
+from galvatron.core.spec import Factor, Kind, LayerSpec, Strategy
 from galvatron.planner.cost import GALVATRON
 from galvatron.planner.search import Problem
 
@@ -31,17 +31,17 @@ def sharers(problem: Problem, begin: int, end: int) -> list[int]:
     return [index for index in range(begin, end) if index == 0 or layers[index].tied_parameters]
 
 
-def split_over(layer: LayerSpec, strategy: Strategy) -> frozenset[Digit]:
-    return frozenset() if layer.tensor_parallel is None else strategy.digits(Kind.TP)
+def split_over(layer: LayerSpec, strategy: Strategy) -> frozenset[Factor]:
+    return frozenset() if layer.tensor_parallel is None else strategy.factors(Kind.TP)
 
 
-def price(problem: Problem, owner: frozenset[Digit], layer: LayerSpec, strategy: Strategy, micro_batch: int) -> Price:
+def price(problem: Problem, owner: frozenset[Factor], layer: LayerSpec, strategy: Strategy, micro_batch: int) -> Price:
     own = split_over(layer, strategy)
     if own == owner:
         return Price()
     model, link = problem.cost.model, problem.cost.cluster.link(owner)
     weight = model.training.precision.bytes * layer.tied_parameters
-    parts, mine = (math.prod(digit.radix for digit in digits) for digits in (owner, own))
+    parts, mine = (math.prod(factor.size for factor in factors) for factors in (owner, own))
     seconds = 0.0
     if parts > 1:
         seconds = (3 if strategy.recompute else 2) * (weight * (parts - 1) / parts / link.bytes_per_s + link.latency_s)

@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol
 
-from galvatron.processes.environment import settle, unset
+from galvatron.processes.environment import defaults_if_unset, settle
 
-__all__ = ["Outcome", "RankJob", "Zygote", "run_ranks"]
+__all__ = ["ForkServer", "Outcome", "RankJob", "run_ranks"]
 
 _SPAWN = multiprocessing.get_context("spawn")
 _FORK = multiprocessing.get_context("fork")
@@ -56,7 +56,7 @@ class Outcome:
     """Of each rank, where all went well."""
 
 
-class Zygote:
+class ForkServer:
     """The process that forks ranks. ``prepare`` imports what they need; it must be importable by name."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
@@ -64,13 +64,13 @@ class Zygote:
         # Torch would otherwise ask CUDA, not the driver's library, whether there is a GPU.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ.update(unset())
+        os.environ.update(defaults_if_unset())
         os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler, which counts memory on CPUs, would announce itself
         self._process = _SPAWN.Process(target=_serve, args=(prepare, there))
         self._process.start()
         there.close()
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -87,7 +87,7 @@ class Zygote:
 
 
 def _serve(prepare: Callable[[], None], pipe: Connection) -> None:
-    """In the zygote, until whoever started it is gone."""
+    """In the fork_server, until whoever started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
     settle()

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from galvatron.processes.cores import cores
 
-__all__ = ["Crew", "Report"]
+__all__ = ["Peers", "Report"]
 
 Report = Callable[[int, int, str], None]
 """Told how far measuring has come: steps done, steps in all, what is measured now."""
@@ -28,7 +28,7 @@ _PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(kw_only=True)
-class Crew:
+class Peers:
     """This rank among the others."""
 
     rank: int

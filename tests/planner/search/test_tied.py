@@ -7,8 +7,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
-from borrowing_oracle import sharers, split_over
 from search_oracles import brute_search, check_plan, limited, random_problem
+from tied_oracle import sharers, split_over
 
 from galvatron.core.spec import Kind, TensorParallel
 from galvatron.planner.cost import GALVATRON, CostModel
@@ -33,7 +33,7 @@ def _tied(problem: Problem, rng: np.random.Generator) -> Problem:
 
 
 def test_equals_brute_force_where_tied_weights_are_borrowed() -> None:
-    """What a borrower pays depends on another layer's strategy. Some plans avoid to split anew, some pay for it."""
+    """What a later user pays depends on another layer's strategy. Some plans avoid to split anew, some pay for it."""
     avoided = paid = pipelined = 0
     for trial in range(90):
         rng = np.random.default_rng((18, trial))

@@ -1,4 +1,4 @@
-"""Jobs for a zygote's ranks: a module of its own, so that they can import it."""
+"""Jobs for a fork_server's ranks: a module of its own, so that they can import it."""
 
 from __future__ import annotations
 
