@@ -22,6 +22,7 @@ __all__ = ["measured", "under_torchrun"]
 
 
 def under_torchrun() -> bool:
+    """Whether torchrun, or a launcher like it, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -70,14 +70,17 @@ class ReduceScatter(_Started):
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the group, in place where the tensor is contiguous."""
     return AllReduce(tensor, group).result()
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensors of all ranks, joined along the first dim."""
     return AllGather(tensor, group).result()
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the group, of which each rank keeps its part of the first dim."""
     return ReduceScatter(tensor, group).result()
 
 

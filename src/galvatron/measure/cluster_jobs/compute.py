@@ -64,6 +64,7 @@ def device_name(peers: Peers) -> str:
 
 
 def device_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
+    """What is timed of this rank's device: products, memory, an optimizer's step."""
     kind, device = peers.device.type, peers.device
     fp32 = _block(kind, torch.float32, device, _TOKENS[kind])
     yield DeviceProbe.FP32, _computing(fp32, peers)

@@ -75,6 +75,7 @@ class StrategyArrays:
 def layer_arrays(
     model: ModelSpec, cluster: Cluster, profile: ModelProfile | None, strategies: Sequence[Strategy]
 ) -> LayerArrays:
+    """The kinds of layer of a model as arrays, for these strategies."""
     kinds = model.kinds
     feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
     for before, after in zip(model.layers, model.layers[1:], strict=False):
@@ -173,6 +174,8 @@ def _measured(
 
 
 def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:
+    """These strategies as arrays, with the links that each axis spans on the cluster."""
+
     def groups(kind: Kind) -> GroupLinks:
         return GroupLinks.of(
             [strategy.degree(kind) for strategy in strategies],

@@ -42,6 +42,7 @@ class Explanation:
 
 
 def explain(plan: Plan) -> Explanation:
+    """What a plan does and why, every other space beside it."""
     request = request_of(plan)
     more = request.budget_bytes + GIB
     device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
