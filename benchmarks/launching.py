@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from galvatron.processes.environment import unset
+from galvatron.processes.environment import defaults_if_unset
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float) -> int:
@@ -29,7 +29,7 @@ def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float)
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(script), *arguments]
-        processes.append(subprocess.Popen(command, env={**os.environ, **unset(), **own}))
+        processes.append(subprocess.Popen(command, env={**os.environ, **defaults_if_unset(), **own}))
     return _wait(processes, timeout_s)
 
 

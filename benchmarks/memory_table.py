@@ -4,7 +4,7 @@
     python benchmarks/memory_table.py NAME …     prints these cases only
 
 Every family and every kind of strategy, alone and mixed, with and without a pipeline, on models small enough for a
-second a rank. ``tests/rehearsal/test_memory_holds.py`` asserts that all of them are within 5%.
+second a rank. ``tests/measure/rehearsal/test_memory_holds.py`` asserts that all of them are within 5%.
 
 The planner counts what CUDA's kernels keep. Where the CPU has no kernel of that kind (fused attention with a learned
 bias: T5, Swin) the case trains with eager attention, for which both keep the same. Two things make a prediction too

@@ -16,7 +16,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.processes.job import Progress
 
 if TYPE_CHECKING:
-    from galvatron.processes.crew import Crew
+    from galvatron.processes.peers import Peers
 
 
 sys.path.append(str(Path(__file__).parent / "paper"))  # whose fresh ranks these are
@@ -113,60 +113,60 @@ class PlanJob:
     def prepare(self) -> None:
         from galvatron.measure.rehearsal import rehearse  # noqa: F401
 
-    def measure(self, crew: Crew) -> dict[str, Run]:
+    def measure(self, peers: Peers) -> dict[str, Run]:
         from torch.distributed import destroy_process_group
 
         runs = {name: Run() for name in self.plans}
-        crew.join()
+        peers.join()
         for number in range(self.rounds):
             for place, (name, plan) in enumerate(self.plans.items()):
-                crew.report(number * len(self.plans) + place, self.rounds * len(self.plans), name)
-                self._time(plan, runs[name], crew)
+                peers.report(number * len(self.plans) + place, self.rounds * len(self.plans), name)
+                self._time(plan, runs[name], peers)
                 if number + 1 < self.rounds:
                     continue
-                runs[name].peaks = self._weighed(plan, crew)
-                if crew.rank == 0:
+                runs[name].peaks = self._weighed(plan, peers)
+                if peers.rank == 0:
                     append(self.output, name, plan, runs[name])
         destroy_process_group()
         return runs
 
-    def _time(self, plan: Plan, run: Run, crew: Crew) -> None:
+    def _time(self, plan: Plan, run: Run, peers: Peers) -> None:
         import torch
 
         from galvatron.families.build import build_meta
-        from galvatron.families.registry import cut
+        from galvatron.families.registry import layered_model
         from galvatron.measure.rehearsal.weights import CheapWeights
         from galvatron.processes.cores import Moment, shares
         from galvatron.runtime.parallelize import parallelize
 
         assert plan.model.config is not None
-        cut_model = cut(build_meta(plan.model.config, plan.model.training))
-        model = parallelize(None, plan, weights=CheapWeights(cut_model), device=crew.device)
+        layered = layered_model(build_meta(plan.model.config, plan.model.training))
+        model = parallelize(None, plan, weights=CheapWeights(layered), device=peers.device)
         optimizer = model.optimizer()
         length = plan.model.training.sequence_length
-        batch = cut_model.example(plan.batch, length, torch.Generator().manual_seed(0))
+        batch = layered.example(plan.batch, length, torch.Generator().manual_seed(0))
         local = next(model.local_batches([batch]))
         for step in range(self.steps + 1):
-            crew.meet()
+            peers.meet()
             before = Moment.now()
             model.forward_backward(local)
             optimizer.step()
             optimizer.zero_grad()
             after = Moment.now()
-            everyone = crew.gather([after.wall_s - before.wall_s, after.own_s - before.own_s])
-            others = crew.gather(shares(before, after, sum(own for _, own in everyone)).disturbed)
+            everyone = peers.gather([after.wall_s - before.wall_s, after.own_s - before.own_s])
+            others = peers.gather(shares(before, after, sum(own for _, own in everyone)).disturbed)
             if step:
                 slowest = max(wall for wall, _ in everyone)
                 run.iterations.append(Iteration(wall_s=slowest, disturbed=statistics.fmean(others)))
         del model, optimizer, local
         _drop_groups()
 
-    def _weighed(self, plan: Plan, crew: Crew) -> list[int]:
+    def _weighed(self, plan: Plan, peers: Peers) -> list[int]:
         from galvatron.measure.rehearsal.rehearse import measure_rank
 
-        peak = measure_rank(plan, device=crew.device, steps=0).peak_bytes
+        peak = measure_rank(plan, device=peers.device, steps=0).peak_bytes
         _drop_groups()
-        return crew.gather(peak)
+        return peers.gather(peak)
 
 
 def _drop_groups() -> None:

@@ -184,16 +184,16 @@ def build_stages(
         entry=transfer[kinds[begin - 1]] if begin else nothing,
         exit=transfer[kinds[end - 1]] if end < len(kinds) else nothing,
     )
-    sharing = costs.borrowing(kinds[begin:end], first=begin == 0)
+    sharing = costs.tied_places(kinds[begin:end], first=begin == 0)
     if len(sharing) < 2:
         yield whole
         return
     owner, users = sharing[0], sharing[1:]
     rows = [kinds[begin + user] for user in users]
-    for way in range(len(costs.splits)):
-        paid = costs.resplit(batch // micro_batches, way)
+    for variant in range(len(costs.splits)):
+        paid = costs.resplit(batch // micro_batches, variant)
         time, memory, transient = whole.time.copy(), whole.memory.copy(), whole.transient.copy()
-        time[owner, costs.split_of[kinds[begin + owner]] != way] = NEVER
+        time[owner, costs.split_of[kinds[begin + owner]] != variant] = NEVER
         time[users] += paid.time_ns[rows]
         memory[users] += held * paid.activation_bytes[rows]
         transient[users] += paid.transient_bytes[rows]

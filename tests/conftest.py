@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-_ORACLES = ("search", "models", "runtime", "rehearsal", "checkpoints", "profiler", "train", "paper", "zoo")
+_ORACLES = (
+    "planner/search", "families", "runtime", "measure", "measure/rehearsal", "train", "train/checkpoints", "core/files",
+    "benchmarks",
+)  # fmt: skip
 for folder in (
     _HERE.parent / "benchmarks",
     _HERE.parent / "benchmarks" / "paper",
@@ -17,19 +20,26 @@ for folder in (
 ):
     sys.path.insert(0, str(folder))
 
-_WORLDS = {"runtime": (2, 4, 6, 8), "rehearsal": (4,), "checkpoints": (4, 8), "data": (2,), "paper": (4,)}
+_WORLDS = {
+    "runtime": (2, 4, 6, 8), "measure/rehearsal": (4,), "train/checkpoints": (4, 8), "train/data": (2,),
+    "benchmarks": (4,),
+}  # fmt: skip
 """Sizes of the shared ranks that the tests of each folder use."""
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.parent.relative_to(_HERE).as_posix()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole trainings first: files are dealt out in this order, and no worker should be left with a long one alone."""
-    items.sort(key=lambda item: "train" not in item.path.parts)
+    items.sort(key=lambda item: _folder(item) != "train")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
     are at work, one of them may come up broken."""
-    folders = {part for item in getattr(session, "items", ()) for part in item.path.parts}
+    folders = {_folder(item) for item in getattr(session, "items", ())}
     worlds = {world for folder, sizes in _WORLDS.items() if folder in folders for world in sizes}
     if worlds:
         from ranks import ranks

@@ -112,6 +112,40 @@ def _outside(path: Path) -> set[str]:
     return found
 
 
+def test_functions_take_few_parameters() -> None:
+    """At most six, but where a command line's options are declared."""
+    many = [
+        f"{name}.{node.name}"
+        for name, path in _modules().items()
+        if name.split(".")[0] != "cli"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _parameters(node) > 6
+    ]
+    assert not many
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([own for own in given if own.arg not in ("self", "cls")])
+
+
+def test_public_names_are_documented() -> None:
+    """Every module, and every class and function that it exports, says what it is for."""
+    silent = []
+    for name, path in _modules().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        exported = {
+            text
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for text in ast.literal_eval(node.value)
+        }
+        nodes = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        silent += [f"{name}.{node.name}" for node in nodes if node.name in exported and not ast.get_docstring(node)]
+        silent += [] if ast.get_docstring(tree) else [name]
+    assert not silent
+
+
 def test_no_file_is_long() -> None:
     """Small files: none has more than 400 lines."""
     long = {name: count for name, path in _modules().items() if (count := len(path.read_text().splitlines())) > 400}

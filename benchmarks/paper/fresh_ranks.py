@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from fork_server import ForkServer, Outcome
 from galvatron.processes.virtual import virtual_gpus
 from rank_job import MeasureJob, prepare
-from zygote import Outcome, Zygote
 
 __all__ = ["FreshRanks"]
 
@@ -22,7 +22,7 @@ class FreshRanks:
         self._served = False
 
     def __enter__(self) -> FreshRanks:
-        self._zygote = self._stack.enter_context(Zygote(prepare))
+        self._zygote = self._stack.enter_context(ForkServer(prepare))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.build import build_meta
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.parallelize import parallelize
@@ -36,10 +36,10 @@ def build(system: str, program: str, plan: Plan, device: torch.device) -> Step:
 
 def _ours(plan: Plan, device: torch.device) -> Step:
     assert plan.model.config is not None
-    cut_model = cut(build_meta(plan.model.config, plan.model.training))
-    model = parallelize(None, plan, weights=CheapWeights(cut_model), device=device)
+    layered = layered_model(build_meta(plan.model.config, plan.model.training))
+    model = parallelize(None, plan, weights=CheapWeights(layered), device=device)
     optimizer = model.optimizer()
-    batch = cut_model.example(plan.batch, plan.model.training.sequence_length, torch.Generator().manual_seed(0))
+    batch = layered.example(plan.batch, plan.model.training.sequence_length, torch.Generator().manual_seed(0))
     local = next(model.local_batches([batch]))
 
     def step() -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from galvatron.core.spec import Attention
 from galvatron.families.build import build_meta, read_config, stock_class
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
 
 __all__ = ["adam", "batch_for", "plain_step", "stock_model"]
@@ -36,7 +36,7 @@ def stock_model(plan: Plan, device: torch.device) -> Any:
 def batch_for(plan: Plan) -> dict[str, Tensor]:
     """The random batch that our runtime trains on too, on the CPU."""
     assert plan.model.config is not None
-    example = cut(build_meta(plan.model.config, plan.model.training)).example
+    example = layered_model(build_meta(plan.model.config, plan.model.training)).example
     return example(plan.batch, plan.model.training.sequence_length, torch.Generator().manual_seed(0))
 
 

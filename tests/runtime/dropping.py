@@ -73,7 +73,7 @@ def observe(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict
     """On a rank: run the batches one after the other and watch."""
     model = galvatron.parallelize(None, plan, weights=folder, dtype=case.dtype, device="cpu", seed=seed)
     outputs: list[list[Tensor]] = [[] for _ in case.stages[0]]
-    for number, slot in enumerate(model._pipeline.stage.slots):
+    for number, slot in enumerate(model._pipeline.stage.stage_layers):
         slot.register_forward_hook(lambda _, __, given, number=number: outputs[number].append(given[-1].detach()))
     masks: list[Tensor] = []
     stock = functional.dropout

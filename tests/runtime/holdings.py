@@ -12,44 +12,44 @@ from math import prod
 import torch
 from torch import Tensor
 
-from galvatron.core.spec import Cluster, Device, Digit, Form, Layout, Level
+from galvatron.core.spec import Cluster, Device, Factor, Factors, Layout, Level
 from galvatron.planner.space import Space, Switches
 
-__all__ = ["Rows", "changed_rows", "first_rows", "flat_cluster", "forms", "part"]
+__all__ = ["Rows", "changed_rows", "first_rows", "flat_cluster", "layouts", "part"]
 
 Rows = list[list[int]]
 """By rank."""
 
 
-def forms(devices: int) -> list[Form]:
-    """Every form that some strategy has, those of sequence parallelism and hybrid sharding included."""
+def layouts(devices: int) -> list[Layout]:
+    """Every layout that some strategy has, those of sequence parallelism and hybrid sharding included."""
     switches = Switches(hybrid_sharding=True, sequence_parallel=True)
     strategies = Space(name="full", title="", switches=switches).strategies(devices)
-    return list(dict.fromkeys(strategy.form for strategy in strategies))
+    return list(dict.fromkeys(strategy.layout for strategy in strategies))
 
 
-def _value(number: int, digit: Digit) -> int:
-    return number // digit.stride % digit.radix
+def _value(number: int, factor: Factor) -> int:
+    return number // factor.stride % factor.size
 
 
-def _place(rank: int, digits: Layout) -> int:
-    """A rank's number among those that some digits tell apart."""
+def _place(rank: int, factors: Factors) -> int:
+    """A rank's number among those that some factors tell apart."""
     place = 0
-    for digit in sorted(digits, key=lambda digit: -digit.stride):
-        place = place * digit.radix + _value(rank, digit)
+    for factor in sorted(factors, key=lambda factor: -factor.stride):
+        place = place * factor.size + _value(rank, factor)
     return place
 
 
-def first_rows(devices: int, layout: Layout, rows: int) -> Rows:
+def first_rows(devices: int, layout: Factors, rows: int) -> Rows:
     """In the first layer of a stage."""
     return [_share(list(range(rows)), rank, layout) for rank in range(devices)]
 
 
-def changed_rows(held: Rows, source: Layout, target: Layout) -> Rows:
+def changed_rows(held: Rows, source: Factors, target: Factors) -> Rows:
     """After a change of layout."""
     everything = sorted({row for rows in held for row in rows})
     for before, gathered, after in ((target - source, source - target, frozenset()), (frozenset(), source, target)):
-        if len(held[0]) % prod(digit.radix for digit in before):
+        if len(held[0]) % prod(factor.size for factor in before):
             continue
         sliced = [_share(rows, rank, before) for rank, rows in enumerate(held)]
         found = [list(chain(*(sliced[member] for member in _members(rank, gathered)))) for rank in range(len(held))]
@@ -61,22 +61,22 @@ def changed_rows(held: Rows, source: Layout, target: Layout) -> Rows:
     raise AssertionError((source, target))
 
 
-def _share(rows: list[int], rank: int, digits: Layout) -> list[int]:
-    each = len(rows) // prod(digit.radix for digit in digits)
-    return rows[_place(rank, digits) * each : (_place(rank, digits) + 1) * each]
+def _share(rows: list[int], rank: int, factors: Factors) -> list[int]:
+    each = len(rows) // prod(factor.size for factor in factors)
+    return rows[_place(rank, factors) * each : (_place(rank, factors) + 1) * each]
 
 
-def _members(rank: int, digits: Layout) -> list[int]:
-    """The ranks that differ from this one in no digit but these, in ascending order."""
-    members = [rank - sum(_value(rank, digit) * digit.stride for digit in digits)]
-    for digit in digits:
-        members = [member + turn * digit.stride for member in members for turn in range(digit.radix)]
+def _members(rank: int, factors: Factors) -> list[int]:
+    """The ranks that differ from this one in no factor but these, in ascending order."""
+    members = [rank - sum(_value(rank, factor) * factor.stride for factor in factors)]
+    for factor in factors:
+        members = [member + turn * factor.stride for member in members for turn in range(factor.size)]
     return sorted(members)
 
 
-def part(rank: int, whole: Tensor, rows: list[int], sequence: Layout) -> Tensor:
+def part(rank: int, whole: Tensor, rows: list[int], sequence: Factors) -> Tensor:
     """What a rank that holds these rows has of a whole micro-batch."""
-    each = whole.shape[1] // prod(digit.radix for digit in sequence)
+    each = whole.shape[1] // prod(factor.size for factor in sequence)
     first = _place(rank, sequence) * each
     return whole[torch.tensor(rows)][:, first : first + each].contiguous()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from galvatron.core.spec import Layout
+from galvatron.core.spec import Factors
 from galvatron.families.bert import adapter as bert
 from galvatron.runtime import assembly, batches, model
 from galvatron.runtime import whole as norm
@@ -23,7 +23,7 @@ from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit
 from galvatron.runtime.layout import slice_gather as layout
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.pipeline.transfer import Side
+from galvatron.runtime.pipeline.transfer import StageEnd
 from galvatron.runtime.randomness import LayerRandomness
 from galvatron.runtime.tensor_parallel import operators, regions
 from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
@@ -147,19 +147,19 @@ class _NotSummed:
 
 @_mutant
 def _f_sums_no_gradients() -> _Patches:
-    yield patch.object(regions, "collectives", SimpleNamespace(Sum=_NotSummed))
+    yield patch.object(regions, "collectives", SimpleNamespace(AllReduce=_NotSummed))
 
 
 @_mutant
 def _g_sums_no_outputs() -> _Patches:
-    yield patch.object(operators._Leave, "forward", staticmethod(lambda ctx, tensor, group: tensor.clone()))
+    yield patch.object(operators._ReduceFromRegion, "forward", staticmethod(lambda ctx, tensor, group: tensor.clone()))
 
 
 @_mutant
 def _the_bias_is_added_before_the_sum() -> _Patches:
     def forward(self: regions.SplitRows, tensor: Tensor) -> Tensor:
-        leave = operators.sum_sequence if self.sequence else operators.leave
-        return leave(functional.linear(tensor, self.matrix, self.bias), self.group)
+        reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
+        return reduce_from_region(functional.linear(tensor, self.matrix, self.bias), self.group)
 
     yield patch.object(regions.SplitRows, "forward", forward)
 
@@ -172,7 +172,7 @@ def _sequence_parallel_norms_keep_partial_gradients() -> _Patches:
 @_mutant
 def _gathered_sequences_sum_their_gradients() -> _Patches:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return operators.Summing(gradient.contiguous(), ctx.group).result(), None
+        return operators.SequenceReduceScatter(gradient.contiguous(), ctx.group).result(), None
 
     yield patch.object(operators._GatherSequence, "backward", staticmethod(backward))
 
@@ -219,10 +219,10 @@ def _slice_gather_sums_gradients_of_copies() -> _Patches:
 
 @_mutant
 def _inputs_stay_in_order_when_rows_change() -> _Patches:
-    def unmoved(placement: layout.Placement, target: Layout) -> layout.Placement:
-        return layout.Placement(target, placement.order)
+    def unmoved(assignment: layout.RowAssignment, target: Factors) -> layout.RowAssignment:
+        return layout.RowAssignment(target, assignment.order)
 
-    yield patch.object(layout.Placement, "changed", unmoved)
+    yield patch.object(layout.RowAssignment, "changed", unmoved)
 
 
 @_mutant
@@ -235,7 +235,7 @@ def _inputs_are_those_of_a_neighbours_rows() -> _Patches:
 
 @_mutant
 def _stages_receive_rows_in_another_order() -> _Patches:
-    yield _wrapped(Side, "rows", lambda rows, side, index: rows if side.ranks[0] == 0 else rows[::-1])
+    yield _wrapped(StageEnd, "rows", lambda rows, side, index: rows if side.ranks[0] == 0 else rows[::-1])
 
 
 # Loss and norm

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from galvatron.core.spec import Attention, Strategy, Training
 from galvatron.families.build import build_meta
 from galvatron.families.layer import IGNORED
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 
 __all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
 
@@ -98,7 +98,7 @@ class Record:
 
 def batches(case: Case, steps: int | None = None) -> list[dict[str, Tensor]]:
     """Random batches, the same in every process."""
-    model = cut(build_meta(case.config, case.training))
+    model = layered_model(build_meta(case.config, case.training))
     generator = torch.Generator().manual_seed(case.seed + 1)
     made = []
     for _ in range(steps or case.steps):

@@ -98,8 +98,8 @@ def held(model: ParallelModel) -> list[Held]:
     """All that a rank holds, gradients as they are now."""
     found = []
     for local in model.locals:
-        size = torch.Size(local.piece.shape)
-        places = local.piece.take(torch.arange(size.numel()).view(size)).flatten()
+        size = torch.Size(local.shard.shape)
+        places = local.shard.take(torch.arange(size.numel()).view(size)).flatten()
         gradient = torch.zeros_like(local.master) if local.master.grad is None else local.master.grad
         found.append(Held(local.name, places, gradient.detach().flatten(), local.master.detach().flatten()))
     return found

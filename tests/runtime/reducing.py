@@ -12,12 +12,12 @@ from parity import build
 from torch import Tensor
 
 import galvatron
-from galvatron.runtime.data_parallel.sharded import ReduceScatter, ShardedUnit
+from galvatron.runtime.data_parallel.sharded import FsdpReduceScatter, ShardedUnit
 
 __all__ = ["reduce"]
 
 
-class _Watched(ReduceScatter):
+class _Watched(FsdpReduceScatter):
     """Where there are no streams: FSDP2 asks for an input's memory, then for its output's."""
 
     def __init__(self) -> None:

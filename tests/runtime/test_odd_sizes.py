@@ -1,4 +1,4 @@
-"""Devices that are no power of two, and micro-batches too small to divide by the digits of two layouts."""
+"""Devices that are no power of two, and micro-batches too small to divide by the factors of two layouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from oracle import Case
 from parity import check
 from small_models import config
 
-from galvatron.core.spec import Strategy, by_digits
+from galvatron.core.spec import Strategy, factor_by_factor
 
 _SIX = config("bert", hidden_size=24, num_attention_heads=6, intermediate_size=48)
 
 
 def _by_digits(stage: list[str], rows: int) -> list[bool]:
-    layouts = [Strategy.parse(text).layout for text in stage]
-    return [by_digits(source, target, rows) for source, target in pairwise(layouts)]
+    layouts = [Strategy.parse(text).batch_factors for text in stage]
+    return [factor_by_factor(source, target, rows) for source, target in pairwise(layouts)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from oracle import Case
 from parity import check, spec_of
 from small_models import IMAGES, LAYERS, config
 
-from galvatron.core.spec import Kind, LayerSpec, Strategy, by_digits
+from galvatron.core.spec import Kind, LayerSpec, Strategy, factor_by_factor
 from galvatron.planner.space import EXTENDED, Space
 
 _SEEDS = range(1, 21)
@@ -81,7 +81,9 @@ def test_the_plans_have_everything() -> None:
     assert {case.micro_batches for case in cases} == {1, 2, 4}
     assert {case.config["model_type"] for case in cases} == set(LAYERS)
     few = [
-        not by_digits(Strategy.parse(first).layout, Strategy.parse(second).layout, case.batch // case.micro_batches)
+        not factor_by_factor(
+            Strategy.parse(first).batch_factors, Strategy.parse(second).batch_factors, case.batch // case.micro_batches
+        )
         for case in cases
         for stage in case.stages
         for first, second in pairwise(stage)

@@ -14,7 +14,7 @@ from ranks import ranks
 from reducing import reduce
 from small_models import LAYERS, config
 
-from galvatron.runtime.data_parallel.sharded import ReduceScatter
+from galvatron.runtime.data_parallel.sharded import FsdpReduceScatter
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class _Streams:
         yield
         self.current = before
 
-    def reduce(self, reduction: ReduceScatter) -> None:
+    def reduce(self, reduction: FsdpReduceScatter) -> None:
         """As FSDP2 does."""
         reduction.allocate((8,), dtype=torch.float32, device=CPU)
         with self.on("reducing"):
@@ -53,13 +53,13 @@ class _Streams:
 
 def test_what_becomes_the_gradient_has_the_memory_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    streams.reduce(ReduceScatter(CPU))
+    streams.reduce(FsdpReduceScatter(CPU))
     assert (streams.taken, streams.recorded) == (["computing", "computing"], ["reducing"])
 
 
 def test_what_is_only_added_to_it_is_free_for_the_next_reduction_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    reduction = ReduceScatter(CPU)
+    reduction = FsdpReduceScatter(CPU)
     reduction.expect(stays=False)
     streams.reduce(reduction)
     assert (streams.taken, streams.recorded) == (["computing", "reducing"], [])
@@ -67,7 +67,7 @@ def test_what_is_only_added_to_it_is_free_for_the_next_reduction_at_once(monkeyp
 
 def test_the_stream_that_trains_counts_not_the_one_that_built(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    reduction = ReduceScatter(CPU)
+    reduction = FsdpReduceScatter(CPU)
     streams.current = "another"
     reduction.expect(stays=True)
     streams.reduce(reduction)

@@ -17,7 +17,7 @@ import galvatron
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B
 from galvatron.families.build import build_meta
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 
@@ -137,6 +137,6 @@ def test_plan_file_builds_the_model_again(tmp_path: Path) -> None:
     assert plan.model.config is not None
     assert plan.model.config["architectures"] == ["MistralForCausalLM"]
     assert plan.to_json() == made.to_json()
-    rebuilt = cut(build_meta(plan.model.config, plan.model.training))
+    rebuilt = layered_model(build_meta(plan.model.config, plan.model.training))
     names = {name for name, _ in _model().named_parameters()}
     assert {name for layer in rebuilt.layers for _, name, _ in layer.stock_parameters()} == names

@@ -101,4 +101,5 @@ def show(*views: RenderableType) -> None:
 
 
 def print_json(value: Any) -> None:
+    """Print a value as JSON, indented."""
     typer.echo(json.dumps(value, indent=1, ensure_ascii=False))

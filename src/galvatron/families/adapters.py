@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.layer import IGNORED, Activations, Batch, CrossEntropy, CutModel, Layer
+from galvatron.families.layer import IGNORED, Activations, Batch, CrossEntropy, Layer, LayeredModel
 
 __all__ = [
     "ClassHead",
@@ -130,7 +130,7 @@ class ClassHead(Layer):
         return (self.loss(self.logits(hidden), context.batch["labels"]),)
 
 
-class ImageModel(CutModel):
+class ImageModel(LayeredModel):
     """An image classifier: pixels in, one class for each image."""
 
     required = frozenset({"pixel_values", "labels"})

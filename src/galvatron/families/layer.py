@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from galvatron.families.rules import Rule
 
-__all__ = ["IGNORED", "Activations", "Batch", "CrossEntropy", "CutModel", "Layer", "Tie", "Use"]
+__all__ = ["IGNORED", "Activations", "Batch", "CrossEntropy", "Layer", "LayeredModel", "Tie", "Use"]
 
 Activations = tuple[Tensor, ...]
 """What travels from layer to layer, rows (samples) first in each tensor. Empty before the first layer."""
@@ -61,7 +61,7 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, activations: Activations, context: Any) -> Activations:
-        """Run on some rows; ``context`` is what :meth:`CutModel.context` made of the same rows of the batch."""
+        """Run on some rows; ``context`` is what :meth:`LayeredModel.context` made of the same rows of the batch."""
 
     def detached(self) -> Layer:
         """The layer with modules of its own, to be split and filled: stock models share some between layers."""
@@ -101,7 +101,7 @@ class Tie:
     """Small enough to be whole on each rank (a table of position biases); else split along its first dim."""
 
 
-class CutModel(ABC):
+class LayeredModel(ABC):
     """A stock model cut into layers."""
 
     layers: tuple[Layer, ...]

@@ -7,13 +7,13 @@ from importlib import import_module
 from torch import nn
 
 from galvatron.families.discovery import families
-from galvatron.families.generic.adapter import Generic, Loss
-from galvatron.families.layer import Batch, CutModel
+from galvatron.families.generic.adapter import Generic, LossFunction
+from galvatron.families.layer import Batch, LayeredModel
 
-__all__ = ["cut"]
+__all__ = ["layered_model"]
 
 
-def cut(model: nn.Module, batch: Batch | None = None, loss: Loss | None = None) -> CutModel:
+def layered_model(model: nn.Module, batch: Batch | None = None, loss: LossFunction | None = None) -> LayeredModel:
     """The model as layers, which hold the model's own modules.
 
     For a model of no family: ``batch`` is an example of what it takes (Hugging Face's models need none), ``loss`` makes
@@ -25,12 +25,12 @@ def cut(model: nn.Module, batch: Batch | None = None, loss: Loss | None = None) 
     return adapter(model)
 
 
-def _adapter(stock: type[nn.Module]) -> type[CutModel] | None:
+def _adapter(stock: type[nn.Module]) -> type[LayeredModel] | None:
     """The adapter of the family whose head class this is. Only its module is imported."""
     if not stock.__module__.startswith("transformers."):
         return None
     for folder, family in families().items():
         if family.head_class == stock.__name__:
-            adapter: type[CutModel] = import_module(f"galvatron.families.{folder}.adapter").ADAPTER
+            adapter: type[LayeredModel] = import_module(f"galvatron.families.{folder}.adapter").ADAPTER
             return adapter
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Attribute", "Columns", "Loss", "Region", "Rows", "Rule", "Table", "Vocabulary", "Whole"]
+__all__ = ["Attribute", "Columns", "Region", "Rows", "Rule", "Table", "Vocabulary", "VocabularyLoss", "Whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class VocabularyLoss:
     """A :class:`galvatron.families.layer.CrossEntropy` whose logits are split by vocabulary."""
 
     path: str
@@ -77,4 +77,4 @@ class Whole:
     path: str
 
 
-Rule = Columns | Rows | Vocabulary | Table | Region | Attribute | Loss | Whole
+Rule = Columns | Rows | Vocabulary | Table | Region | Attribute | VocabularyLoss | Whole

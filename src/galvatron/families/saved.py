@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.layer import CutModel
+from galvatron.families.layer import LayeredModel
 from galvatron.families.weights import Parameter, parameters_of
 
 __all__ = ["SavedWeights", "saved_names"]
@@ -38,19 +38,19 @@ _SHOWN = 5
 class SavedWeights:
     """Weights of a cut model from a checkpoint folder."""
 
-    def __init__(self, cut_model: CutModel, folder: str | Path) -> None:
+    def __init__(self, layered: LayeredModel, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._layers = parameters_of(cut_model)
+        self._layers = parameters_of(layered)
         self._places: dict[str, tuple[Path, str]] = {}
         """File and name in it, by stock name."""
         shapes: dict[str, tuple[int, ...]] = {}
-        rename = _renaming(cut_model.model)
+        rename = _renaming(layered.model)
         for path in _files(self._folder):
             for saved, shape in _header(path).items():
                 name = rename(saved)
                 self._places[name] = path, saved
                 shapes[name] = shape
-        self._check(cut_model, shapes)
+        self._check(layered, shapes)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         by_file: dict[Path, list[tuple[str, str]]] = {}
@@ -66,8 +66,8 @@ class SavedWeights:
     def _alias(self, parameter: Parameter) -> str:
         return next((alias for alias in parameter.aliases if alias in self._places), parameter.aliases[0])
 
-    def _check(self, cut_model: CutModel, shapes: dict[str, tuple[int, ...]]) -> None:
-        kind = type(cut_model.model).__name__
+    def _check(self, layered: LayeredModel, shapes: dict[str, tuple[int, ...]]) -> None:
+        kind = type(layered.model).__name__
         missing: dict[str, None] = {}
         for own in (own for layer in self._layers for own in layer):
             name = self._alias(own)
@@ -81,7 +81,7 @@ class SavedWeights:
         if missing:
             total = {own.aliases[0] for layer in self._layers for own in layer}
             names = ", ".join([*list(missing)[:_SHOWN], *(["…"] if len(missing) > _SHOWN else [])])
-            prefix = f"{getattr(cut_model.model, 'base_model_prefix', '')}."
+            prefix = f"{getattr(layered.model, 'base_model_prefix', '')}."
             if all(not name.startswith(prefix) for name in missing) and len(missing) < len(total):
                 hint = "it seems to hold the base model without this head; save the model with its head"
             else:

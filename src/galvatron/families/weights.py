@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.build import without_weights
-from galvatron.families.layer import CutModel
+from galvatron.families.layer import LayeredModel
 
 __all__ = ["InitialWeights", "ModelWeights", "Parameter", "Weights", "parameters_of"]
 
@@ -35,14 +35,14 @@ class Parameter:
     shape: torch.Size
 
 
-def parameters_of(cut_model: CutModel) -> tuple[tuple[Parameter, ...], ...]:
+def parameters_of(layered: LayeredModel) -> tuple[tuple[Parameter, ...], ...]:
     """The parameters of each layer."""
     names: dict[nn.Parameter, list[str]] = {}
-    for stock_name, parameter in cut_model.model.named_parameters(remove_duplicate=False):
+    for stock_name, parameter in layered.model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(stock_name)
     return tuple(
         tuple(Parameter(name, tuple(names[own]), own.shape) for name, own in layer.named_parameters())
-        for layer in cut_model.layers
+        for layer in layered.layers
     )
 
 
@@ -52,11 +52,11 @@ class InitialWeights:
     So they depend neither on the plan, nor on other layers, nor on the order in which layers are asked for.
     """
 
-    def __init__(self, cut_model: CutModel, seed: int) -> None:
-        self._layers = parameters_of(cut_model)
+    def __init__(self, layered: LayeredModel, seed: int) -> None:
+        self._layers = parameters_of(layered)
         self._seed = seed
         # Because the modules of the original will be split and sharded.
-        self._model: nn.Module = without_weights(cut_model.model, torch.float32)
+        self._model: nn.Module = without_weights(layered.model, torch.float32)
         self._order = {name: place for place, (name, _) in enumerate(_children_first(self._model, ""))}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
@@ -158,9 +158,9 @@ class Weights(Protocol):
 class ModelWeights:
     """From a stock model in memory: the one that was cut, or another of the same shape."""
 
-    def __init__(self, cut_model: CutModel, model: nn.Module | None = None) -> None:
-        self._layers = parameters_of(cut_model)
-        source = cut_model.model if model is None else model
+    def __init__(self, layered: LayeredModel, model: nn.Module | None = None) -> None:
+        self._layers = parameters_of(layered)
+        source = layered.model if model is None else model
         self._tensors = {name: own.detach() for name, own in source.named_parameters(remove_duplicate=False)}
         for parameter in (own for layer in self._layers for own in layer):
             found = _first(self._tensors, parameter.aliases)

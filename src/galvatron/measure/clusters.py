@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import Cluster, Collective, Device, Digit, Level, MeasuredGroup, degree_of
+from galvatron.core.spec import Cluster, Collective, Device, Factor, Level, MeasuredGroup, degree_of
 from galvatron.families import load_cluster
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -23,7 +23,7 @@ from galvatron.measure.cluster_jobs.findings import (
     TransferProbe,
 )
 from galvatron.measure.cluster_jobs.job import ClusterJob
-from galvatron.measure.cluster_jobs.shapes import digits_of, islands
+from galvatron.measure.cluster_jobs.shapes import factors_of, islands
 from galvatron.measure.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -164,19 +164,19 @@ def _rate(amount: float, slope: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To three digits: what was measured is no better, and people read it."""
+    """To three factors: what was measured is no better, and people read it."""
     return float(f"{value:.3g}")
 
 
 def _levels(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[Level, ...]:
-    """Islands by what neighbours along each digit of the rank get."""
+    """Islands by what neighbours along each factor of the rank get."""
     if findings.devices == 1:
         return ()
-    digits = digits_of(findings.devices)
-    pairs = {digit.stride: _figures(_neighbours(digit), lines) for digit in digits}
+    factors = factors_of(findings.devices)
+    pairs = {factor.stride: _figures(_neighbours(factor), lines) for factor in factors}
     rings = {stride: figures["all_reduce_bytes_per_s"] for stride, figures in pairs.items()}
     levels, unit_size = [], 1
-    for number, level in enumerate(islands(digits, rings, findings.per_node)):
+    for number, level in enumerate(islands(factors, rings, findings.per_node)):
         outer = level[-1].stride
         together, alone = (_rate(1.0, lines[outer, only].slope) for only in (False, True))
         shared = unit_size > 1 and alone / together > _CLEARLY
@@ -196,5 +196,5 @@ def _levels(findings: ClusterFindings, lines: Mapping[Shape, Line]) -> tuple[Lev
     return tuple(levels)
 
 
-def _neighbours(digit: Digit) -> tuple[int, ...]:
-    return tuple(digit.stride * value for value in range(digit.radix))
+def _neighbours(factor: Factor) -> tuple[int, ...]:
+    return tuple(factor.stride * value for value in range(factor.size))

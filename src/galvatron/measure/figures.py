@@ -76,6 +76,7 @@ def reading_of(blocks: Sequence[Block], part: int = 0) -> Reading:
 
 
 def quality_of(readings: Iterable[Reading], rounds: int) -> Quality:
+    """How well figures repeat, from blocks of runs."""
     known = list(readings)
     return Quality(
         rounds,

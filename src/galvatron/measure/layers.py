@@ -18,7 +18,7 @@ from galvatron.measure import cache
 from galvatron.measure.cache import provenance
 from galvatron.measure.figures import NOISY, Line, fit_line, quality_of, reading_of
 from galvatron.measure.layer_jobs.job import LayerJob
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Way, probes_of, ways_of
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant, probes_of, variants_of
 from galvatron.planner.space import divisors
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -59,7 +59,7 @@ def profile_model(
     model = replace(model, training=replace(model.training, optimizer=ADAMW.name))  # no layer depends on it
     job = LayerJob(
         model=model,
-        probes=probes_of(model, cluster, ways_of(model, degrees, cluster.devices)),
+        probes=probes_of(model, cluster, variants_of(model, degrees, cluster.devices)),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )
@@ -98,19 +98,19 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     )
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
-    ways = dict.fromkeys(probe.way for probe in findings.blocks if probe.way == _plain(probe.way))
+    variants = dict.fromkeys(probe.variant for probe in findings.blocks if probe.variant == _plain(probe.variant))
     forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
-        times=tuple(_time(way, forward, backward) for way in ways),
-        memory=tuple(_memory(way, weighed) for way, weighed in findings.memory.items()),
+        times=tuple(_time(variant, forward, backward) for variant in variants),
+        memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items()),
         source=provenance(findings.device, quality),
     )
 
 
-def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
+def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
     measured = [
-        [(probe.samples, seconds) for probe, seconds in part.items() if probe.way == way]
+        [(probe.samples, seconds) for probe, seconds in part.items() if probe.variant == variant]
         for part in (forward, backward)
     ]
     (forward_line, forward_least_s), (backward_line, backward_least_s) = map(_line_and_least, measured)
@@ -118,18 +118,18 @@ def _time(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe,
     # A layer that does next to nothing for each sample still has a ratio of its passes.
     slopes = [max(line.slope, line.fixed * 1e-3, _LEAST_S) for line in lines]
     return LayerTime(
-        layer=way.layer,
+        layer=variant.layer,
         forward_s=_rounded(slopes[0]),
         backward_ratio=_rounded(min(max(slopes[1] / slopes[0], 0.01), 10_000)),
         forward_fixed_s=_rounded(lines[0].fixed),
         backward_fixed_s=_rounded(lines[1].fixed),
         forward_least_s=_rounded(forward_least_s),
         backward_least_s=_rounded(backward_least_s),
-        forward_sharded_s=_sharding_s(way, forward),
-        backward_sharded_s=_sharding_s(way, backward),
-        recompute_s=_recompute_s(way, forward, backward),
-        tp=way.tp,
-        sequence_parallel=way.sequence_parallel,
+        forward_sharded_s=_sharding_s(variant, forward),
+        backward_sharded_s=_sharding_s(variant, backward),
+        recompute_s=_recompute_s(variant, forward, backward),
+        tp=variant.tp,
+        sequence_parallel=variant.sequence_parallel,
     )
 
 
@@ -145,25 +145,25 @@ def _line_and_least(points: Sequence[tuple[int, float]]) -> tuple[Line, float]:
     return fit_line(points), 0.0
 
 
-def _plain(way: Way) -> Way:
-    return replace(way, sharded=False, recompute=False)
+def _plain(variant: Variant) -> Variant:
+    return replace(variant, sharded=False, recompute=False)
 
 
-def _sharding_s(way: Way, seconds: dict[LayerProbe, float]) -> float:
+def _sharding_s(variant: Variant, seconds: dict[LayerProbe, float]) -> float:
     """What the layer takes more with its parameters sharded. Measured without TP, whose ranks have less to copy."""
     return _typical(
-        seconds[probe] - seconds[replace(probe, way=_plain(probe.way))]
+        seconds[probe] - seconds[replace(probe, variant=_plain(probe.variant))]
         for probe in seconds
-        if probe.way.sharded and probe.way.layer == way.layer
+        if probe.variant.sharded and probe.variant.layer == variant.layer
     )
 
 
-def _recompute_s(way: Way, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> float:
+def _recompute_s(variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> float:
     """What both passes of a recomputed layer take more than a forward, a forward and a backward."""
     pairs = [
-        (probe, replace(probe, way=_plain(probe.way)))
+        (probe, replace(probe, variant=_plain(probe.variant)))
         for probe in forward
-        if probe.way.recompute and probe.way.layer == way.layer
+        if probe.variant.recompute and probe.variant.layer == variant.layer
     ]
     return _typical(forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs)
 
@@ -173,18 +173,18 @@ def _typical(differences: Iterable[float]) -> float:
     return _rounded(max(statistics.median(known), 0.0)) if known else 0.0
 
 
-def _memory(way: Way, weighed: Sequence[LayerBytes]) -> LayerMemory:
+def _memory(variant: Variant, weighed: Sequence[LayerBytes]) -> LayerMemory:
     few, many = weighed
     more = many.samples - few.samples
     return LayerMemory(
-        layer=way.layer,
+        layer=variant.layer,
         activation_bytes=max(many.saved - few.saved, 0) // more,
         transient_bytes=max(many.transient - few.transient, 0) // more,
-        tp=way.tp,
-        sequence_parallel=way.sequence_parallel,
+        tp=variant.tp,
+        sequence_parallel=variant.sequence_parallel,
     )
 
 
 def _rounded(value: float) -> float:
-    """To four digits: what was measured is no better, and people read it."""
+    """To four factors: what was measured is no better, and people read it."""
     return float(f"{value:.4g}")

@@ -14,7 +14,7 @@ import torch
 
 from galvatron.measure.figures import Block
 from galvatron.processes.cores import Moment, machine, shares
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 
 __all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of_calls"]
 
@@ -88,38 +88,38 @@ class Rounds:
     most_calls: int = 500
 
 
-def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, crew: Crew) -> dict[_Key, list[Block]]:
+def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers) -> dict[_Key, list[Block]]:
     """For each probe its blocks: the same on every rank."""
     steps = (rounds.count + 1) * len(probes)
     calls: dict[_Key, int] = {}
     for done, (key, probe) in enumerate(probes.items()):
-        crew.report(done, steps, "warming up")
-        crew.meet()
+        peers.report(done, steps, "warming up")
+        peers.meet()
         probe.run(1)
-        crew.meet()
-        slowest = max(sum(parts) for parts in crew.gather(probe.run(1)))
+        peers.meet()
+        slowest = max(sum(parts) for parts in peers.gather(probe.run(1)))
         calls[key] = min(max(1, math.ceil(rounds.block_s / max(slowest, 1e-9))), rounds.most_calls)
     found: dict[_Key, list[Block]] = {key: [] for key in probes}
-    machines = crew.gather(machine())
+    machines = peers.gather(machine())
     for number in range(rounds.count):
         for place, (key, probe) in enumerate(probes.items()):
-            crew.report((number + 1) * len(probes) + place, steps, f"round {number + 1} of {rounds.count}")
-            found[key].append(_block(probe, calls[key], crew, machines))
-    crew.report(steps, steps, "done")
+            peers.report((number + 1) * len(probes) + place, steps, f"round {number + 1} of {rounds.count}")
+            found[key].append(_block(probe, calls[key], peers, machines))
+    peers.report(steps, steps, "done")
     return found
 
 
-def _block(probe: Probe, calls: int, crew: Crew, machines: Sequence[str]) -> Block:
-    crew.meet()
+def _block(probe: Probe, calls: int, peers: Peers, machines: Sequence[str]) -> Block:
+    peers.meet()
     before = Moment.now()
     parts = probe.run(calls)
     after = Moment.now()
-    everyone = crew.gather([parts, after.own_s - before.own_s])
-    here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[crew.rank]]
+    everyone = peers.gather([parts, after.own_s - before.own_s])
+    here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[peers.rank]]
     had = shares(before, after, sum(here))
-    disturbed, lost = map(statistics.fmean, zip(*crew.gather([had.disturbed, had.lost]), strict=True))
+    disturbed, lost = map(statistics.fmean, zip(*peers.gather([had.disturbed, had.lost]), strict=True))
     taking_part = [parts for parts, _ in everyone if parts]
-    if crew.device.type != "cpu":
+    if peers.device.type != "cpu":
         return Block(tuple(part / calls for part in max(taking_part, key=sum)))
     ours = 1 - lost if probe.by_wall_clock else 1.0
     return Block(

@@ -65,6 +65,7 @@ RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, the smallest first."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(small + [number // d for d in reversed(small) if d * d != number])
 
@@ -170,6 +171,7 @@ SPACES = (
 
 
 def space_named(name: str, switches: Switches = PAPER) -> Space:
+    """The space of this name with these switches."""
     for space in SPACES:
         if space.name == name:
             return replace(space, switches=switches)

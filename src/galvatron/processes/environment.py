@@ -6,14 +6,14 @@ import gc
 import os
 from collections.abc import Mapping
 
-__all__ = ["settle", "unset"]
+__all__ = ["defaults_if_unset", "settle"]
 
 _KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 """Torch's allocator on ARM processors gives freed memory back to the system after some milliseconds, and the next
 iteration gets it anew, page by page: a tenth slower."""
 
 
-def unset(**more: str) -> Mapping[str, str]:
+def defaults_if_unset(**more: str) -> Mapping[str, str]:
     """The settings for ranks, and these besides, that the user has not made."""
     return {name: value for name, value in (_KEEP_MEMORY | more).items() if name not in os.environ}
 

@@ -1,5 +1,5 @@
 """What a rank says of itself while it trains, and what can be concluded from what all of them say. No clock of another
-machine is compared with ours: a rank is as old as the time since *we* last saw its beat change."""
+machine is compared with ours: a rank is as old as the time since *we* last saw its heartbeat change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Beat", "Sighting", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
+__all__ = ["Heartbeat", "LastSeen", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """One rank's sign of life."""
 
     rank: int
@@ -45,24 +45,24 @@ class Beat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes | str) -> Beat:
-        return Beat(**json.loads(text))
+    def decode(text: bytes | str) -> Heartbeat:
+        return Heartbeat(**json.loads(text))
 
 
 @dataclass(slots=True)
-class Sighting:
-    """The last beat of a rank, and when it changed, by our clock."""
+class LastSeen:
+    """The last heartbeat of a rank, and when it changed, by our clock."""
 
-    beat: Beat
+    heartbeat: Heartbeat
     alive_at: float
     moved_at: float
 
-    def see(self, beat: Beat, now: float) -> None:
-        if beat.number != self.beat.number:
+    def see(self, heartbeat: Heartbeat, now: float) -> None:
+        if heartbeat.number != self.heartbeat.number:
             self.alive_at = now
-        if (beat.step, beat.phase) != (self.beat.step, self.beat.phase):
+        if (heartbeat.step, heartbeat.phase) != (self.heartbeat.step, self.heartbeat.phase):
             self.moved_at = now
-        self.beat = beat
+        self.heartbeat = heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,46 +73,45 @@ class Verdict:
     message: str
 
 
-def judge(sightings: Sequence[Sighting], now: float, timeout_s: float, silence_s: float) -> Verdict | None:
+def judge(last_seen: Sequence[LastSeen], now: float, timeout_s: float, silence_s: float) -> Verdict | None:
     """Whether somebody hangs: a rank that gives no sign for ``silence_s``, or a job in which nobody has moved for
     ``timeout_s``.
 
     Nobody is blamed for waiting in a collective if somebody else is not. A run's first step is left out, as long as it
     takes (data are prepared, kernels chosen): ranks in step 0 need only be alive.
     """
-    running = [sighting for sighting in sightings if sighting.beat.phase != "done"]
-    silent = [sighting for sighting in running if now - sighting.alive_at > silence_s]
+    running = [seen for seen in last_seen if seen.heartbeat.phase != "done"]
+    silent = [seen for seen in running if now - seen.alive_at > silence_s]
     if silent:
         return Verdict(
             _ranks(silent), f"{_named(silent)} given no sign of life for {silence_s:g} s{_others(running, silent)}"
         )
-    training = [sighting for sighting in running if sighting.beat.step > 0]
-    if not training or len(training) < len(sightings) or any(now - each.moved_at <= timeout_s for each in training):
+    training = [seen for seen in running if seen.heartbeat.step > 0]
+    if not training or len(training) < len(last_seen) or any(now - each.moved_at <= timeout_s for each in training):
         return None
-    busy = [sighting for sighting in training if not sighting.beat.waiting] or training
+    busy = [seen for seen in training if not seen.heartbeat.waiting] or training
     return Verdict(_ranks(busy), f"{_named(busy)} not moved on for {timeout_s:g} s{_others(running, busy)}")
 
 
-def _ranks(sightings: Sequence[Sighting]) -> tuple[int, ...]:
-    return tuple(sighting.beat.rank for sighting in sightings)
+def _ranks(last_seen: Sequence[LastSeen]) -> tuple[int, ...]:
+    return tuple(seen.heartbeat.rank for seen in last_seen)
 
 
-def _named(sightings: Sequence[Sighting]) -> str:
-    listed = "; ".join(describe(sighting.beat) for sighting in sightings[:4])
-    more = f" and {len(sightings) - 4} more" if len(sightings) > 4 else ""
-    return f"{listed}{more}: {'has' if len(sightings) == 1 else 'have'}"
+def _named(last_seen: Sequence[LastSeen]) -> str:
+    listed = "; ".join(describe(seen.heartbeat) for seen in last_seen[:4])
+    more = f" and {len(last_seen) - 4} more" if len(last_seen) > 4 else ""
+    return f"{listed}{more}: {'has' if len(last_seen) == 1 else 'have'}"
 
 
-def describe(beat: Beat) -> str:
+def describe(heartbeat: Heartbeat) -> str:
     """Which rank, and what it was doing."""
-    return (
-        f"rank {beat.rank} (stage {beat.stage}, process {beat.pid} on {beat.host}, step {beat.step}, {beat.phase}, "
-        f"in {beat.where})"
-    )
+    process = f"process {heartbeat.pid} on {heartbeat.host}"
+    doing = f"step {heartbeat.step}, {heartbeat.phase}, in {heartbeat.where}"
+    return f"rank {heartbeat.rank} (stage {heartbeat.stage}, {process}, {doing})"
 
 
-def _others(running: Sequence[Sighting], blamed: Sequence[Sighting]) -> str:
-    places = {each.beat.where for each in running if each not in blamed and each.beat.waiting}
+def _others(running: Sequence[LastSeen], blamed: Sequence[LastSeen]) -> str:
+    places = {each.heartbeat.where for each in running if each not in blamed and each.heartbeat.waiting}
     return f"; others wait for it in {', '.join(sorted(places))}" if places else ""
 
 

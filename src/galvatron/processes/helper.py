@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import GalvatronError
-from galvatron.processes.environment import unset
+from galvatron.processes.environment import defaults_if_unset
 from galvatron.processes.job import PROGRESS, Job, Progress
 
 __all__ = ["measured", "under_torchrun"]
 
 
 def under_torchrun() -> bool:
+    """Whether torchrun, or a launcher like it, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -34,7 +35,7 @@ def measured(job: Job, progress: Progress | None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         # As torchrun does it: processes that share cores would only get into each other's way with more threads.
-        environment = {**os.environ, **unset(OMP_NUM_THREADS="1")}
+        environment = {**os.environ, **defaults_if_unset(OMP_NUM_THREADS="1")}
         with subprocess.Popen(
             [sys.executable, "-m", "galvatron.processes", str(answer)],
             env=environment,

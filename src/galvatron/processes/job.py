@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from galvatron.processes.crew import Crew
+    from galvatron.processes.peers import Peers
 
 __all__ = ["PROGRESS", "Job", "Progress"]
 
@@ -26,5 +26,5 @@ class Job(Protocol):
     def prepare(self) -> None:
         """Import what takes long, before the ranks are forked."""
 
-    def measure(self, crew: Crew) -> Any:
+    def measure(self, peers: Peers) -> Any:
         """On each rank; what rank 0 returns is the result."""

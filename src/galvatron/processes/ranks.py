@@ -19,9 +19,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.processes.crew import Crew, Report
 from galvatron.processes.environment import settle
 from galvatron.processes.job import PROGRESS, Job, Progress
+from galvatron.processes.peers import Peers, Report
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import claim_device, meet
 
@@ -34,10 +34,10 @@ _NUMBERS = count()
 def run_here(job: Job, progress: Progress | None) -> Any:
     """Be one of the ranks that torchrun started; every one of them gets rank 0's result."""
     rank = int(os.environ["RANK"])
-    crew = _crew(progress if progress is not None and rank == 0 else _silent)
-    if job.devices is not None and job.devices != crew.world:
-        raise InvalidInput(f"devices: {job.devices} given, but torchrun started {crew.world} processes; leave it out")
-    return crew.share(job.measure(crew))
+    peers = _peers(progress if progress is not None and rank == 0 else _silent)
+    if job.devices is not None and job.devices != peers.world:
+        raise InvalidInput(f"devices: {job.devices} given, but torchrun started {peers.world} processes; leave it out")
+    return peers.share(job.measure(peers))
 
 
 def run_all(job: Job, answer: Path) -> None:
@@ -96,8 +96,8 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         settle()
-        crew = _crew(_told if rank == 0 else _silent)  # by name, so that it lives as long as this process
-        pipe.send((True, job.measure(crew)))
+        peers = _peers(_told if rank == 0 else _silent)  # by name, so that it lives as long as this process
+        pipe.send((True, job.measure(peers)))
     except GalvatronError as error:
         pipe.send((False, error))
     except BaseException as error:
@@ -107,12 +107,12 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
     threading.Event().wait()  # until all are done: rank 0 has the store that the others still read
 
 
-def _crew(report: Report) -> Crew:
+def _peers(report: Report) -> Peers:
     store, rank, world = meet()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = claim_device(rank)
-    crew_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
-    return Crew(rank=rank, world=world, local_world=local_world, device=device, store=crew_store, report=report)
+    own_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
+    return Peers(rank=rank, world=world, local_world=local_world, device=device, store=own_store, report=report)
 
 
 def _told(done: int, total: int, what: str) -> None:

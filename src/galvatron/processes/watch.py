@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from galvatron.core.errors import RankFailure
-from galvatron.processes.heartbeats import Beat, Sighting, describe, judge, this_machine, where_am_i
+from galvatron.processes.heartbeats import Heartbeat, LastSeen, describe, judge, this_machine, where_am_i
 from galvatron.processes.stopping import StopRequest
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "Watched"]
 
 _OVER = "galvatron/over"
 """Says why the job is over, once somebody knows."""
@@ -29,28 +30,37 @@ _GRACE_S = 1.0
 """Between learning that the job is over and ending this process: its own error may be about to be shown."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """The rank that a watch speaks for."""
+
+    rank: int
+    stages: Sequence[int]
+    """Of each rank."""
+    memory_bytes: Callable[[], int]
+    """What the rank's device holds now."""
+
+
 class Watch:
     """Runs from :meth:`start` to :meth:`done`."""
 
     def __init__(
         self,
+        watched: Watched,
         *,
-        rank: int,
-        stages: Sequence[int],
         store: Any,
         stop: StopRequest,
         timeout_s: float,
         record: Callable[[dict[str, Any]], None],
-        memory_bytes: Callable[[], int],
     ) -> None:
-        """``stages``: of each rank; ``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
-        self._rank, self._stages, self._store, self._stop = rank, stages, store, stop
-        self._timeout_s, self._record, self._memory_bytes = timeout_s, record, memory_bytes
+        """``store``: a connection of the watch's own; ``record``: keeps what went wrong."""
+        self._rank, self._stages, self._memory_bytes = watched.rank, watched.stages, watched.memory_bytes
+        self._store, self._stop, self._timeout_s, self._record = store, stop, timeout_s, record
         self._silence_s = timeout_s
         self._host, self._machine, self._pid = socket.gethostname(), this_machine(), os.getpid()
         self._step, self._phase, self._number = 0, "starting", 0
-        self._sightings: dict[int, Sighting] = {}
-        self._observes = rank == 1 or int(os.environ.get("LOCAL_RANK", rank)) == 0
+        self._last_seen: dict[int, LastSeen] = {}
+        self._observes = self._rank == 1 or int(os.environ.get("LOCAL_RANK", self._rank)) == 0
         self._interval_s = min(1.0, timeout_s / 10)
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -58,7 +68,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        self._beat()
+        self._send_heartbeat()
         self._thread.start()
         threading.Thread(target=self._see_to_answers, name="answers", daemon=True).start()
 
@@ -68,7 +78,7 @@ class Watch:
         self._step, self._phase = step, phase
         if new:
             with suppress(Exception):  # the thread finds out what is the matter
-                self._beat()
+                self._send_heartbeat()
 
     def done(self) -> None:
         """The rank ends in order; whoever looks must not miss it."""
@@ -76,7 +86,7 @@ class Watch:
         self._ended.set()
         self._thread.join()
         with suppress(Exception):
-            self._beat()
+            self._send_heartbeat()
 
     def fail(self, message: str, step: int) -> None:
         """The rank ends with an error of its own: the others stop, and its own words stay."""
@@ -93,11 +103,11 @@ class Watch:
         self._observes = True
         self._thread.join(seconds)
 
-    def beats(self) -> list[Beat]:
+    def heartbeats(self) -> list[Heartbeat]:
         """The last sign of each rank."""
         try:
             keys = [_key(rank) for rank in range(len(self._stages))]
-            return [Beat.decode(text) for text in self._store.multi_get(keys)]
+            return [Heartbeat.decode(text) for text in self._store.multi_get(keys)]
         except Exception:  # the store is gone, or a rank has not said anything yet
             return []
 
@@ -107,7 +117,7 @@ class Watch:
         while not self._ended.is_set():
             self._stop.wait(self._interval_s)
             try:
-                self._beat()
+                self._send_heartbeat()
                 if self._store.check([_OVER]):
                     self._end(None)
                 if self._observes:
@@ -126,24 +136,26 @@ class Watch:
 
     def _end_without_store(self, why: str) -> None:
         """On another machine than the store's: that machine is lost. On the same: the launcher is, and nobody reads."""
-        first = self._sightings.get(0)
-        if first is None or first.beat.machine == self._machine:
+        first = self._last_seen.get(0)
+        if first is None or first.heartbeat.machine == self._machine:
             self._end(None)
             return
-        lost = sorted(rank for rank, each in self._sightings.items() if each.beat.machine == first.beat.machine)
-        step = first.beat.step
-        message = f"{first.beat.host} with ranks {', '.join(map(str, lost))} is lost (at step {step}): {why}"
-        self._record({"message": message, "ranks": lost, "stage": first.beat.stage, "step": step})
+        lost = sorted(
+            rank for rank, each in self._last_seen.items() if each.heartbeat.machine == first.heartbeat.machine
+        )
+        step = first.heartbeat.step
+        message = f"{first.heartbeat.host} with ranks {', '.join(map(str, lost))} is lost (at step {step}): {why}"
+        self._record({"message": message, "ranks": lost, "stage": first.heartbeat.stage, "step": step})
         self._end(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         with self._lock:
             self._number += 1
             self._store.set(_key(self._rank), self._sign().encode())
 
-    def _sign(self) -> Beat:
+    def _sign(self) -> Heartbeat:
         where, waiting = where_am_i()
-        return Beat(
+        return Heartbeat(
             rank=self._rank,
             stage=self._stages[self._rank],
             host=self._host,
@@ -161,38 +173,38 @@ class Watch:
         now = time.monotonic()
         present = [rank for rank in range(len(self._stages)) if self._store.check([_key(rank)])]
         for rank, text in zip(present, self._store.multi_get([_key(rank) for rank in present]), strict=True):
-            beat = Beat.decode(text)
-            self._sightings.setdefault(rank, Sighting(beat, now, now)).see(beat, now)
-        gone = [each.beat for each in self._sightings.values() if self._is_gone(each.beat)]
+            heartbeat = Heartbeat.decode(text)
+            self._last_seen.setdefault(rank, LastSeen(heartbeat, now, now)).see(heartbeat, now)
+        gone = [each.heartbeat for each in self._last_seen.values() if self._is_gone(each.heartbeat)]
         if gone:
-            self._conclude(f"{describe(gone[0])} died", [beat.rank for beat in gone])
+            self._conclude(f"{describe(gone[0])} died", [heartbeat.rank for heartbeat in gone])
             return
-        if len(self._sightings) == len(self._stages):
-            seen = [self._sightings[rank] for rank in sorted(self._sightings)]
+        if len(self._last_seen) == len(self._stages):
+            seen = [self._last_seen[rank] for rank in sorted(self._last_seen)]
             verdict = judge(seen, now, self._timeout_s, self._silence_s)
             if verdict is not None:
                 self._conclude(verdict.message, list(verdict.ranks))
 
-    def _is_gone(self, beat: Beat) -> bool:
+    def _is_gone(self, heartbeat: Heartbeat) -> bool:
         """Whether a process of this machine does not exist any more and did not say that it was done."""
-        if beat.machine != self._machine or beat.phase == "done" or beat.rank == self._rank:
+        if heartbeat.machine != self._machine or heartbeat.phase == "done" or heartbeat.rank == self._rank:
             return False
         try:
-            os.kill(beat.pid, 0)
+            os.kill(heartbeat.pid, 0)
         except ProcessLookupError:
-            return Beat.decode(self._store.get(_key(beat.rank))).phase != "done"
+            return Heartbeat.decode(self._store.get(_key(heartbeat.rank))).phase != "done"
         except PermissionError:
             return False
         return False
 
     def _conclude(self, message: str, ranks: Sequence[int]) -> None:
         """The first to know says so, and everybody stops. Stopped processes do not end by themselves."""
-        first = self._claim(message, ranks, self._sightings[ranks[0]].beat.step)
+        first = self._claim(message, ranks, self._last_seen[ranks[0]].heartbeat.step)
         for rank in ranks:
-            beat = self._sightings[rank].beat
-            if beat.machine == self._machine and rank != self._rank:
+            heartbeat = self._last_seen[rank].heartbeat
+            if heartbeat.machine == self._machine and rank != self._rank:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(beat.pid, signal.SIGKILL)
+                    os.kill(heartbeat.pid, signal.SIGKILL)
         self._end(message if first else None)
 
     def _claim(self, message: str, ranks: Sequence[int], step: int) -> bool:

@@ -8,37 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
-from galvatron.core.spec import Digit, Kind, Strategy, degree_of
-from galvatron.families.layer import CutModel, Layer, Tie, Use
+from galvatron.core.spec import Factor, Kind, Strategy, degree_of
+from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
-from galvatron.runtime.data_parallel.pieces import Cut, Piece, part_of
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
+from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, layer_groups, ranks_along, spell, tie_group
-from galvatron.runtime.layout.slice_gather import FormChange, Placements
-from galvatron.runtime.pipeline.stage import Slot, Stage
+from galvatron.runtime.layout.groups import (
+    GroupPool,
+    Position,
+    StagePlan,
+    coordinate,
+    layer_groups,
+    ranks_along,
+    tie_group,
+)
+from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
+from galvatron.runtime.pipeline.stage import Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
+from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
-from galvatron.runtime.tied.in_stage import SplitRowsOf, lend, resplit
+from galvatron.runtime.tied.in_stage import SplitRowsOf, attach_tied, resplit
 
-__all__ = ["Assembly", "Settings", "assemble"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a rank computes."""
-
-    device: torch.device
-    dtype: torch.dtype
-    """Of activations and working parameters."""
-    master_dtype: torch.dtype
-    """Of masters, gradients' sums and optimizer states."""
-    seed: int
+__all__ = ["Assembly", "RankStage", "assemble"]
 
 
 @dataclass(kw_only=True)
@@ -51,12 +47,22 @@ class Assembly:
     """For each tie (by its number in the model) that this stage uses: the copy that its first user owns."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankStage:
+    """The stage that a rank runs, and its place in it."""
+
+    plan: StagePlan
+    stages: Sequence[StagePlan]
+    """All of the pipeline."""
+    assignments: RowAssignments
+    rank: int
+
+
 def assemble(
-    cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], placements: Placements, pool: GroupPool, rank: int,
-    weights: Weights, settings: Settings,
-) -> Assembly:  # fmt: skip
+    layered: LayeredModel, rank_stage: RankStage, pool: GroupPool, weights: Weights, settings: ComputeSettings
+) -> Assembly:
     """Build the stage of a rank."""
-    return _Assembler(cut, plan, stages, placements, pool, rank, settings).assemble(weights)
+    return _Assembler(layered, rank_stage, pool, settings).assemble(weights)
 
 
 @dataclass(kw_only=True)
@@ -66,36 +72,35 @@ class _Part:
     index: int
     layer: Layer
     strategy: Strategy
-    cuts: dict[str, Cut]
+    splits: dict[str, TensorSplit]
     tensor: TensorGroup | None
-    slot: Slot
+    stage_layer: StageLayer
     values: dict[str, Tensor]
     """Whole values of its parameters."""
 
 
 class _Assembler:
     def __init__(
-        self, cut: CutModel, plan: StagePlan, stages: Sequence[StagePlan], placements: Placements, pool: GroupPool,
-        rank: int, settings: Settings,
-    ) -> None:  # fmt: skip
-        self.cut, self.plan, self.stages, self.placements, self.pool = cut, plan, stages, placements, pool
-        self.settings = settings
-        self.position = Position(plan.ranks, rank)
+        self, layered: LayeredModel, rank_stage: RankStage, pool: GroupPool, settings: ComputeSettings
+    ) -> None:
+        self.layered, self.pool, self.settings = layered, pool, settings
+        self.plan, self.stages, self.assignments = rank_stage.plan, rank_stage.stages, rank_stage.assignments
+        self.position = Position(self.plan.ranks, rank_stage.rank)
         self.units: list[Unit] = []
         self.owners: dict[int, LocalParameter] = {}
-        self._lenders: dict[int, Callable[[_Part], Callable[[], Tensor]]] = {}
+        self._tied: dict[int, Callable[[_Part], Callable[[], Tensor]]] = {}
         self._prepare: dict[int, Callable[[], None]] = {}
 
     def assemble(self, weights: Weights) -> Assembly:
-        slots, changes, rows = [], [], self.placements.rows
+        stage_layers, changes, rows = [], [], self.assignments.rows
         before: Strategy | None = None
         for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
             changes.append(
-                None if before is None else FormChange(self.pool, self.position, rows, before.form, strategy.form)
+                None if before is None else LayoutChange(self.pool, self.position, rows, before.layout, strategy.layout)
             )
-            slots.append(self._slot(index, strategy, weights.tensors(index)))
+            stage_layers.append(self._stage_layer(index, strategy, weights.tensors(index)))
             before = strategy
-        stage = Stage(slots, self.placements.numbers, changes)
+        stage = Stage(stage_layers, self.assignments.numbers, changes)
         stage.train()
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
         if sharded:
@@ -103,21 +108,21 @@ class _Assembler:
             prefetch(sharded)
         return Assembly(stage=stage, units=self.units, owners=self.owners)
 
-    def _slot(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> Slot:
-        layer = self.cut.layers[index].detached()
+    def _stage_layer(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> StageLayer:
+        layer = self.layered.layers[index].detached()
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)
-        slot = Slot(layer, randomness, recompute=strategy.recompute)
-        cuts = split(layer, tensor, shared) if tensor is not None and layer.rules else {}
+        stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
+        splits = split(layer, tensor, shared) if tensor is not None and layer.rules else {}
         part = _Part(
-            index=index, layer=layer, strategy=strategy, cuts=cuts, tensor=tensor, slot=slot,
+            index=index, layer=layer, strategy=strategy, splits=splits, tensor=tensor, stage_layer=stage_layer,
             values=values,
         )  # fmt: skip
-        self._borrow(part)
+        self._attach_tied(part)
         self._fill(part)
         self._make_unit(part)
-        return slot
+        return stage_layer
 
     # Who computes what
 
@@ -139,8 +144,8 @@ class _Assembler:
             device=self.settings.device,
             seed=self.settings.seed,
             layer=index,
-            rows=spell(self.position.index, strategy.layout),
-            tensor=spell(self.position.index, strategy.digits(Kind.TP)),
+            rows=coordinate(self.position.index, strategy.batch_factors),
+            tensor=coordinate(self.position.index, strategy.factors(Kind.TP)),
             sequence=strategy.sequence_parallel,
         )
 
@@ -148,44 +153,44 @@ class _Assembler:
 
     def _ties(self, index: int) -> list[tuple[int, Tie, Use]]:
         return [
-            (number, tie, use) for number, tie in enumerate(self.cut.ties) for use in tie.uses if use.layer == index
+            (number, tie, use) for number, tie in enumerate(self.layered.ties) for use in tie.uses if use.layer == index
         ]
 
     def _stages_of(self, tie: Tie) -> list[StagePlan]:
         return [stage for stage in self.stages if stage.uses(tie)]
 
-    def _lends(self, index: int) -> bool:
+    def _used_later(self, index: int) -> bool:
         """Whether a later layer of the stage will use a weight of this one."""
         return any(
             use.layer in self.plan.layers and use.layer > index
             for number, tie, _ in self._ties(index)
-            if not tie.small and number not in self._lenders
+            if not tie.small and number not in self._tied
             for use in tie.uses
         )
 
-    def _borrow(self, part: _Part) -> None:
-        """Lend tied weights of owners in this stage to the layer."""
+    def _attach_tied(self, part: _Part) -> None:
+        """Give the layer the tied weights that other layers of this stage own."""
         for number, tie, use in self._ties(part.index):
             if tie.small:
-                self._borrow_table(number, tie, use, part)
-            elif number in self._lenders:
+                self._attach_table(number, tie, use, part)
+            elif number in self._tied:
                 path, _, name = use.name.rpartition(".")
-                lend(part.layer.get_submodule(path), name, self._lenders[number](part), self._prepare.get(number))
+                attach_tied(part.layer.get_submodule(path), name, self._tied[number](part), self._prepare.get(number))
 
-    def _borrow_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
+    def _attach_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         """A small table is whole on each rank; a layer sees the columns of its own heads."""
-        if number not in self._lenders:
+        if number not in self._tied:
             self._make_table(number, tie, use, part)
         path, _, name = use.name.rpartition(".")
         rule = next((rule for rule in part.layer.rules if isinstance(rule, Table) and rule.path == use.name), None)
-        owner = self._lenders[number](part)
+        owner = self._tied[number](part)
         if part.tensor is not None and rule is not None:
-            whole = self.owners[number].piece.shape[rule.dim]
+            whole = self.owners[number].shard.shape[rule.dim]
             mine = part_of(whole, part.tensor.index, part.tensor.degree)
             dim = rule.dim
-            lend(part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)))
+            attach_tied(part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)))
         else:
-            lend(part.layer.get_submodule(path), name, owner)
+            attach_tied(part.layer.get_submodule(path), name, owner)
 
     def _make_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         stages = self._stages_of(tie)
@@ -193,7 +198,7 @@ class _Assembler:
         master = nn.Parameter(value.clone())
         local = LocalParameter(
             name=self._stock_name(tie),
-            piece=Piece(tuple(value.shape)),
+            shard=ParameterShard(tuple(value.shape)),
             master=master,
             replicas=len(self.plan.ranks),
             holders=self.plan.ranks,
@@ -204,30 +209,30 @@ class _Assembler:
         group = self.pool.group(tie_group(stages))
         self.units.append(ReplicatedUnit([(local, work)], group, masters=work is not master))
         self.owners[number] = local
-        self._lenders[number] = lambda part: lambda: work
+        self._tied[number] = lambda part: lambda: work
 
     def _stock_name(self, tie: Tie) -> str:
         first = tie.uses[0]
-        return self.cut.layers[first.layer].stock_name(first.name)
+        return self.layered.layers[first.layer].stock_name(first.name)
 
     # Parameters
 
     def _fill(self, part: _Part) -> None:
         """Give every parameter this rank's part of its value, and move buffers to the device."""
         for name, parameter in list(part.layer.named_parameters()):
-            piece = Piece(tuple(part.values[name].shape), part.cuts.get(name))
-            value = piece.take(part.values[name]).to(self.settings.device, self.settings.master_dtype, copy=True)
+            shard = ParameterShard(tuple(part.values[name].shape), part.splits.get(name))
+            value = shard.take(part.values[name]).to(self.settings.device, self.settings.master_dtype, copy=True)
             _set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
         part.layer.to(self.settings.device)
 
     def _make_unit(self, part: _Part) -> None:
         strategy = part.strategy
-        if strategy.sharding_digits and any(True for _ in part.layer.parameters()):
-            locals_ = self._shard(part, strategy.sharding_digits)
+        if strategy.sharding_factors and any(True for _ in part.layer.parameters()):
+            locals_ = self._shard(part, strategy.sharding_factors)
         else:
             locals_ = self._replicate(part)
         for number, tie, use in self._ties(part.index):
-            if not tie.small and number not in self._lenders:
+            if not tie.small and number not in self._tied:
                 self._own(number, tie, use, part, locals_[use.name])
 
     def _replicate(self, part: _Part) -> dict[str, LocalParameter]:
@@ -247,24 +252,24 @@ class _Assembler:
             return master
         return nn.Parameter(master.detach().to(self.settings.dtype), requires_grad=master.requires_grad)
 
-    def _shard(self, part: _Part, digits: frozenset[Digit]) -> dict[str, LocalParameter]:
-        strategy, lends = part.strategy, self._lends(part.index)
+    def _shard(self, part: _Part, factors: frozenset[Factor]) -> dict[str, LocalParameter]:
+        strategy, used_later = part.strategy, self._used_later(part.index)
         groups = self._shard_groups(strategy)
         heights = {name: parameter.shape[0] for name, parameter in part.layer.named_parameters()}
         shard(
-            part.slot,
+            part.stage_layer,
             groups,
             self.settings.device.type,
             self.settings.dtype,
-            reshard=not (strategy.zero2 or lends),
+            reshard=not (strategy.zero2 or used_later),
         )
-        place, degree = spell(self.position.index, digits), degree_of(digits)
+        place, degree = coordinate(self.position.index, factors), degree_of(factors)
         pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
         for name, parameter in part.layer.named_parameters():
             rows = part_of(heights[name], place, degree)
             master = nn.Parameter(local_part(parameter.detach()), requires_grad=parameter.requires_grad)
-            pairs[name] = (self._local(part, name, master, digits, rows), parameter)
-        self.units.append(ShardedUnit(part.slot, groups, list(pairs.values()), zero2=strategy.zero2))
+            pairs[name] = (self._local(part, name, master, factors, rows), parameter)
+        self.units.append(ShardedUnit(part.stage_layer, groups, list(pairs.values()), zero2=strategy.zero2))
         return {name: local for name, (local, _) in pairs.items()}
 
     def _shard_groups(self, strategy: Strategy) -> ShardGroups:
@@ -278,39 +283,39 @@ class _Assembler:
         return ShardGroups(shard=group, replicate=replicate, ranks=tuple(replicas))
 
     def _local(
-        self, part: _Part, name: str, master: nn.Parameter, digits: frozenset[Digit], rows: range | None
+        self, part: _Part, name: str, master: nn.Parameter, factors: frozenset[Factor], rows: range | None
     ) -> LocalParameter:
-        cut = part.cuts.get(name)
-        divided = digits | (part.strategy.digits(Kind.TP) if cut is not None else frozenset())
+        layered = part.splits.get(name)
+        divided = factors | (part.strategy.factors(Kind.TP) if layered is not None else frozenset())
         parts = degree_of(divided)
-        others = part.strategy.digits(*Kind) - divided
-        partial = part.strategy.sequence_parallel and cut is None and part.layer.rules and part.tensor is not None
+        others = part.strategy.factors(*Kind) - divided
+        partial = part.strategy.sequence_parallel and layered is None and part.layer.rules and part.tensor is not None
         return LocalParameter(
             name=part.layer.stock_name(name),
-            piece=Piece(tuple(part.values[name].shape), cut, rows),
+            shard=ParameterShard(tuple(part.values[name].shape), layered, rows),
             master=master,
             replicas=len(self.plan.ranks) // parts,
             holders=ranks_along(self.position, others),
-            primary=spell(self.position.index, others) == 0,
+            primary=coordinate(self.position.index, others) == 0,
             summed_over=part.tensor.group if partial and part.tensor is not None else None,
         )
 
     def _own(self, number: int, tie: Tie, use: Use, part: _Part, local: LocalParameter) -> None:
-        """The first user in a stage owns the stage's copy of a tied weight, and lends it to the others."""
+        """The first user in a stage owns the stage's copy of a tied weight, and the others use it."""
         local.name = self._stock_name(tie)
         local.counted = self._stages_of(tie)[0] is self.plan
         local.primary = local.primary and local.counted
         self.owners[number] = local
         path, _, name = use.name.rpartition(".")
         owner = part.layer.get_submodule(path)
-        height = local.piece.shape[0]
+        height = local.shard.shape[0]
         source = self._split_rows(part, use.name)
 
-        def lender(user: _Part) -> Callable[[], Tensor]:
+        def tied_to(user: _Part) -> Callable[[], Tensor]:
             target = self._split_rows(user, next(use.name for n, _, use in self._ties(user.index) if n == number))
             return lambda: resplit(getattr(owner, name), height, source, target)
 
-        self._lenders[number] = lender
+        self._tied[number] = tied_to
         unit = self.units[-1]
         if isinstance(unit, ShardedUnit):
             self._prepare[number] = unit.gather
@@ -319,7 +324,7 @@ class _Assembler:
         if part.tensor is None:
             return SplitRowsOf(None, (), split=False)
         ranks = layer_groups(self.position, part.strategy).tensor.ranks
-        return SplitRowsOf(part.tensor.group, ranks, split=name in part.cuts)
+        return SplitRowsOf(part.tensor.group, ranks, split=name in part.splits)
 
 
 def _set_everywhere(layer: Layer, old: nn.Parameter, new: nn.Parameter) -> None:

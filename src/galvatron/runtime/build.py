@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron.core.spec import schedule_named
-from galvatron.families.layer import CutModel, Tie
+from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
 from galvatron.planner.plan.plan import Plan
-from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.runtime.assembly import Assembly, RankStage, assemble
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
@@ -22,37 +22,41 @@ from galvatron.runtime.layout.groups import (
     needed_groups,
     tie_group,
 )
-from galvatron.runtime.layout.slice_gather import Placements
-from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.model import ParallelModel, RankParts
 from galvatron.runtime.pipeline.run import Neighbours, Pipeline
-from galvatron.runtime.pipeline.transfer import Crossing, Side
+from galvatron.runtime.pipeline.transfer import StageEnd, StageTransfer
+from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
 from galvatron.runtime.whole import shapes_of
 
 __all__ = ["build"]
 
 
-def build(plan: Plan, cut: CutModel, settings: Settings, weights: Weights) -> ParallelModel:
+def build(plan: Plan, layered: LayeredModel, settings: ComputeSettings, weights: Weights) -> ParallelModel:
     """This rank's share of a model under a plan that was checked to go with it."""
-    return _Builder(plan, cut, settings).build(weights)
+    return _Builder(plan, layered, settings).build(weights)
 
 
 class _Builder:
     """Puts the parts of one rank together."""
 
-    def __init__(self, plan: Plan, cut: CutModel, settings: Settings) -> None:
-        self.plan, self.cut, self.settings = plan, cut, settings
+    def __init__(self, plan: Plan, layered: LayeredModel, settings: ComputeSettings) -> None:
+        self.plan, self.layered, self.settings = plan, layered, settings
         self.rank = dist.get_rank()
-        self.shapes = shapes_of(cut)  # before any layer is split
+        self.shapes = shapes_of(layered)  # before any layer is split
         self.schedule = schedule_named(plan.schedule)
         self.stages = tuple(
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
         )
-        self.placements = [
-            Placements([strategy.layout for strategy in stage.strategies], plan.micro_batch) for stage in self.stages
+        self.assignments = [
+            RowAssignments([strategy.batch_factors for strategy in stage.strategies], plan.micro_batch)
+            for stage in self.stages
         ]
-        self.pool = GroupPool(needed_groups(self.stages, plan.micro_batch, cut.ties, self.schedule), settings.device)
+        self.pool = GroupPool(
+            needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule), settings.device
+        )
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
     @property
@@ -60,18 +64,18 @@ class _Builder:
         return self.stages[self.number]
 
     def build(self, weights: Weights) -> ParallelModel:
-        placements = self.placements[self.number]
-        assembly = assemble(self.cut, self.stage, self.stages, placements, self.pool, self.rank, weights, self.settings)
+        assignments = self.assignments[self.number]
+        mine = RankStage(plan=self.stage, stages=self.stages, assignments=assignments, rank=self.rank)
+        assembly = assemble(self.layered, mine, self.pool, weights, self.settings)
         exchanges = self._exchanges(assembly)
         index = self.stage.ranks.index(self.rank)
         reader = Reader(
-            self.cut,
+            self.layered,
             self._needs(),
-            placements,
+            assignments,
             index,
             micro_batches=self.plan.micro_batches,
-            device=self.settings.device,
-            dtype=self.settings.dtype,
+            settings=self.settings,
         )
 
         def expect_backward(last: bool) -> None:
@@ -88,31 +92,28 @@ class _Builder:
             expect_backward=expect_backward,
         )
         last = self.stages[-1].strategies[-1]
-        return ParallelModel(
-            plan=self.plan,
+        parts = RankParts(
             pipeline=pipeline,
-            units=assembly.units,
+            units=tuple(assembly.units),
             reader=reader,
-            exchanges=exchanges,
+            exchanges=tuple(exchanges),
             loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
             shapes=self.shapes,
-            device=self.settings.device,
-            dtype=self.settings.master_dtype,
-            seed=self.settings.seed,
         )
+        return ParallelModel(self.plan, parts, self.settings)
 
     def _needs(self) -> list[frozenset[str]]:
-        placements = self.placements[self.number]
-        needs: list[frozenset[str]] = [frozenset()] * len(placements.distinct)
-        for index, placement in zip(self.stage.layers, placements.numbers, strict=True):
-            needs[placement] |= self.cut.layers[index].inputs
+        assignments = self.assignments[self.number]
+        needs: list[frozenset[str]] = [frozenset()] * len(assignments.distinct)
+        for index, assignment in zip(self.stage.layers, assignments.numbers, strict=True):
+            needs[assignment] |= self.layered.layers[index].inputs
         return needs
 
     def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
-        form = self.stage.strategies[0].form
+        layout = self.stage.strategies[0].layout
         rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
-        parts = form.parts // self.stage.strategies[0].data_degree
-        shapes = self.cut.carried(self.stage.first, batch.shapes)
+        parts = layout.parts // self.stage.strategies[0].data_degree
+        shapes = self.layered.carried(self.stage.first, batch.shapes)
         return tuple(
             torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=self.settings.dtype, device=self.settings.device)
             for shape in shapes
@@ -121,29 +122,31 @@ class _Builder:
     # Between stages
 
     def _neighbours(self) -> Neighbours:
-        crossings: dict[str, Crossing] = {}
+        transfers: dict[str, StageTransfer] = {}
         for first in range(len(self.stages) - 1):
             if self.number not in (first, first + 1):
                 continue
-            here, there = self._side(first, -1), self._side(first + 1, 0)
+            here, there = self._end(first, -1), self._end(first + 1, 0)
             sending = self.number == first
             forward = self.pool.group(forward_group(self.stages, first))
             backward = self.pool.group(backward_group(self.stages, first, self.schedule))
             assert forward is not None
             assert backward is not None
-            crossings["send_forward" if sending else "receive_forward"] = Crossing(here, there, self.rank, forward)
-            crossings["receive_backward" if sending else "send_backward"] = Crossing(there, here, self.rank, backward)
-        return Neighbours(**crossings)
+            transfers["send_forward" if sending else "receive_forward"] = StageTransfer(here, there, self.rank, forward)
+            transfers["receive_backward" if sending else "send_backward"] = StageTransfer(
+                there, here, self.rank, backward
+            )
+        return Neighbours(**transfers)
 
-    def _side(self, number: int, layer: int) -> Side:
+    def _end(self, number: int, layer: int) -> StageEnd:
         stage = self.stages[number]
-        placement = self.placements[number].at[layer]
-        return Side(ranks=stage.ranks, form=stage.strategies[layer].form, placement=placement)
+        assignment = self.assignments[number].at[layer]
+        return StageEnd(ranks=stage.ranks, layout=stage.strategies[layer].layout, assignment=assignment)
 
     def _exchanges(self, assembly: Assembly) -> list[tuple[LocalParameter, TieExchange]]:
         """For each weight tied across stages of which this rank holds rows."""
         exchanges = []
-        for number, tie in enumerate(self.cut.ties):
+        for number, tie in enumerate(self.layered.ties):
             stages = [stage for stage in self.stages if stage.uses(tie)]
             if tie.small or len(stages) == 1 or self.stage not in stages:
                 continue
@@ -156,10 +159,10 @@ class _Builder:
     def _holdings(self, tie: Tie, stage: StagePlan) -> list[Holding]:
         """Which rows of a stage's copy each of its ranks holds."""
         use = next(use for use in tie.uses if use.layer in stage.layers)
-        layer = self.cut.layers[use.layer]
+        layer = self.layered.layers[use.layer]
         path = use.name.rpartition(".")[0]
         splits = any(isinstance(rule, (Columns, Vocabulary)) and rule.path == path for rule in layer.rules)
         strategy = stage.strategies[use.layer - stage.first]
         owner = tie.uses[0]
-        rows = self.shapes[self.cut.layers[owner.layer].stock_name(owner.name)][0]
+        rows = self.shapes[self.layered.layers[owner.layer].stock_name(owner.name)][0]
         return holdings(stage.ranks, strategy, rows, splits=splits)

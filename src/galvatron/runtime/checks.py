@@ -12,7 +12,7 @@ from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
 from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
-from galvatron.families.layer import CutModel
+from galvatron.families.layer import LayeredModel
 from galvatron.planner.plan.plan import Plan
 
 __all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
@@ -39,10 +39,10 @@ def check_schedule(plan: Plan) -> None:
         )
 
 
-def check_model(plan: Plan, cut: CutModel) -> None:
+def check_model(plan: Plan, layered: LayeredModel) -> None:
     """The model's layers must be those the plan was made for, and divisible as it says."""
     planned = [layer.layer for stage in plan.stages for layer in stage.layers]
-    kinds = [layer.kind for layer in cut.layers]
+    kinds = [layer.kind for layer in layered.layers]
     if planned != kinds:
         pairs = enumerate(zip(planned, kinds, strict=False))
         place = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(planned), len(kinds)))
@@ -50,7 +50,7 @@ def check_model(plan: Plan, cut: CutModel) -> None:
             f"model: it has {len(kinds)} layers, the plan for {plan.model.name!r} has {len(planned)}; layer {place} is "
             f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
-    ours = {kind.name: kind for kind in kinds_of(plan, cut)}
+    ours = {kind.name: kind for kind in kinds_of(plan, layered)}
     for kind in plan.model.kinds:
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
@@ -67,14 +67,14 @@ def _at(kinds: list[str], place: int) -> str:
     return repr(kinds[place]) if place < len(kinds) else "missing"
 
 
-def kinds_of(plan: Plan, cut: CutModel) -> tuple[LayerSpec, ...]:
+def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
     """The model's own layers: from its configuration where the planner knows the family, else counted."""
-    config: Any = getattr(cut.model, "config", None)
-    if not isinstance(cut, Generic) and family_of(getattr(config, "model_type", None)) is not None:
+    config: Any = getattr(layered.model, "config", None)
+    if not isinstance(layered, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
         return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
     planned = {kind.name: kind for kind in plan.model.kinds}
-    counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in cut.layers}
+    counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
     return tuple(replace(planned[name], parameters=count) for name, count in counts.items())
 
 

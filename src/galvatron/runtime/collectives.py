@@ -15,18 +15,18 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 # Named anew in torch 2.13, where the old names warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 __all__ = [
-    "Gather",
-    "Scatter",
-    "Sum",
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "maximum",
     "reduce_scatter",
-    "scatter_into",
+    "reduce_scatter_into",
 ]
 
 
@@ -43,7 +43,7 @@ class _Started:
         return self._result
 
 
-class Sum(_Started):
+class AllReduce(_Started):
     """The sum over the group, in place where the tensor is contiguous."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
@@ -51,7 +51,7 @@ class Sum(_Started):
         self._work = dist.all_reduce(self._result, group=group, async_op=True)
 
 
-class Gather(_Started):
+class AllGather(_Started):
     """The tensors of all ranks, in their order, joined along the first dim."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
@@ -60,25 +60,28 @@ class Gather(_Started):
         self._work = _gather(self._result, self._given, group=group, async_op=True)
 
 
-class Scatter(_Started):
+class ReduceScatter(_Started):
     """The sum over the group, of which each rank keeps its part of the first dim."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         self._given = tensor.contiguous()
         self._result = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-        self._work = scatter_into(self._result, self._given, group=group, async_op=True)
+        self._work = reduce_scatter_into(self._result, self._given, group=group, async_op=True)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return Sum(tensor, group).result()
+    """The sum over the group, in place where the tensor is contiguous."""
+    return AllReduce(tensor, group).result()
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return Gather(tensor, group).result()
+    """The tensors of all ranks, joined along the first dim."""
+    return AllGather(tensor, group).result()
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return Scatter(tensor, group).result()
+    """The sum over the group, of which each rank keeps its part of the first dim."""
+    return ReduceScatter(tensor, group).result()
 
 
 def maximum(tensor: Tensor, group: ProcessGroup) -> Tensor:

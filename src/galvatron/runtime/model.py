@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
+from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
 
-__all__ = ["Loss", "ParallelModel"]
+__all__ = ["ParallelModel", "PendingLoss"]
 
 
-class Loss:
+class PendingLoss:
     """A number that may still be under way: ``float(loss)``, ``loss.item()`` and formatting wait for it.
 
     No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
@@ -54,7 +56,22 @@ class Loss:
         return format(self.item(), spec)
 
     def __repr__(self) -> str:
-        return f"Loss({self.item()})"
+        return f"PendingLoss({self.item()})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """What one rank's share is made of."""
+
+    pipeline: Pipeline
+    units: tuple[Unit, ...]
+    reader: Reader
+    exchanges: tuple[tuple[LocalParameter, TieExchange], ...]
+    """For each weight tied across stages of which this rank holds rows."""
+    loss_replicas: int
+    """Ranks of the last stage that compute the loss of the same rows."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all parameters of the model, by their stock names."""
 
 
 class ParallelModel:
@@ -64,29 +81,13 @@ class ParallelModel:
     them; it should work elementwise (Adam, SGD …), because a part says nothing about the matrix it was cut from.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        pipeline: Pipeline,
-        units: Sequence[Unit],
-        reader: Reader,
-        exchanges: Sequence[tuple[LocalParameter, TieExchange]],
-        loss_replicas: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-    ) -> None:
-        """``loss_replicas``: ranks of the last stage that compute the loss of the same rows; ``shapes``: of all
-        parameters of the model, by their stock names; ``dtype``: of masters; ``seed``: of random numbers."""
+    def __init__(self, plan: Plan, parts: RankParts, settings: ComputeSettings) -> None:
         self.plan = plan
-        self.device = device
-        self._dtype = dtype
-        self._pipeline, self._units, self._reader = pipeline, tuple(units), reader
-        self._exchanges, self._loss_replicas = tuple(exchanges), loss_replicas
-        self._shapes = shapes
-        self._seed, self._iteration = seed, 0
+        self.device = settings.device
+        self._dtype = settings.master_dtype
+        self._pipeline, self._units, self._reader = parts.pipeline, parts.units, parts.reader
+        self._exchanges, self._loss_replicas, self._shapes = parts.exchanges, parts.loss_replicas, parts.shapes
+        self._seed, self._iteration = settings.seed, 0
 
     @property
     def rank(self) -> int:
@@ -131,8 +132,8 @@ class ParallelModel:
             options.setdefault("fused", True)
         if decay_vectors:
             return kind(list(self.parameters()), **options)
-        matrices = [local.master for local in self.locals if len(local.piece.shape) > 1]
-        vectors = [local.master for local in self.locals if len(local.piece.shape) <= 1]
+        matrices = [local.master for local in self.locals if len(local.shard.shape) > 1]
+        vectors = [local.master for local in self.locals if len(local.shard.shape) <= 1]
         return kind([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options)
 
     def gradient_norm(self) -> Tensor:
@@ -175,7 +176,7 @@ class ParallelModel:
         """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
         return self._reader.rows_read()
 
-    def forward_backward(self, batch: Batch | LocalBatch) -> Loss:
+    def forward_backward(self, batch: Batch | LocalBatch) -> PendingLoss:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
         it late (after the optimizer's step), because that waits for all stages.
 
@@ -215,7 +216,7 @@ class ParallelModel:
             local.master.grad = None
         return earlier
 
-    def evaluate(self, batch: Batch | LocalBatch) -> Loss:
+    def evaluate(self, batch: Batch | LocalBatch) -> PendingLoss:
         """The mean loss without gradients and without dropout."""
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
         for unit in self._units:
@@ -229,9 +230,9 @@ class ParallelModel:
                 unit.end_evaluation()
         return self._mean(loss)
 
-    def _mean(self, loss: Tensor | None) -> Loss:
+    def _mean(self, loss: Tensor | None) -> PendingLoss:
         """Put the last stage's sums together."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         if loss is not None:
             total += loss.double() / self._loss_replicas
-        return Loss(total, dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None)
+        return PendingLoss(total, dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron.families.layer import CutModel
+from galvatron.families.layer import LayeredModel
 from galvatron.runtime.data_parallel.units import LocalParameter
 
 __all__ = ["clip_", "gradient_norm", "shapes_of", "whole"]
@@ -43,15 +43,15 @@ def clip_(parameters: Sequence[LocalParameter], norm: Tensor, limit: float) -> N
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
 
-def shapes_of(cut: CutModel) -> dict[str, tuple[int, ...]]:
+def shapes_of(layered: LayeredModel) -> dict[str, tuple[int, ...]]:
     """Every parameter of a model by its stock name, tied ones once, in the model's order."""
-    owners = {use: tie.uses[0] for tie in cut.ties for use in tie.uses}
+    owners = {use: tie.uses[0] for tie in layered.ties for use in tie.uses}
     shapes: dict[str, tuple[int, ...]] = {}
-    for index, layer in enumerate(cut.layers):
+    for index, layer in enumerate(layered.layers):
         tied = {use.name: owner for use, owner in owners.items() if use.layer == index}
         for name, parameter in layer.named_parameters():
             owner = tied.get(name)
-            stock = layer.stock_name(name) if owner is None else cut.layers[owner.layer].stock_name(owner.name)
+            stock = layer.stock_name(name) if owner is None else layered.layers[owner.layer].stock_name(owner.name)
             shapes.setdefault(stock, tuple(parameter.shape))
     return shapes
 
@@ -75,7 +75,7 @@ def whole(
         if local is not None and local.primary:
             part = pick(local)
             if part is not None and part.numel():
-                local.piece.put(part, total)
+                local.shard.put(part, total)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         yield name, total

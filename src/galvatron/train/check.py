@@ -37,8 +37,8 @@ from galvatron.train.start import is_plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from galvatron.families.layer import CutModel
-    from galvatron.processes.crew import Crew
+    from galvatron.families.layer import LayeredModel
+    from galvatron.processes.peers import Peers
 
 __all__ = ["Verdict", "check"]
 
@@ -139,50 +139,51 @@ class _Job:
         with suppress(GalvatronError):  # which the ranks will meet, and say
             _stock(self.config, self.as_named)
 
-    def measure(self, crew: Crew) -> list[Verdict]:
+    def measure(self, peers: Peers) -> list[Verdict]:
         from galvatron.runtime.checks import check_model
 
-        crew.join()
-        _, cut = _stock(self.config, self.as_named)
+        peers.join()
+        _, layered = _stock(self.config, self.as_named)
         if self.plan is not None:
-            check_model(self.plan, cut)
-            return [self._verdict(self.name, self.plan, crew)]
-        facts = _facts(self.name, self.config, cut, _training(self.config, self.as_named))
-        layers, split = facts.spec().layers, [bool(layer.rules) for layer in cut.layers]
+            check_model(self.plan, layered)
+            return [self._verdict(self.name, self.plan, peers)]
+        facts = _facts(self.name, self.config, layered, _training(self.config, self.as_named))
+        layers, split = facts.spec().layers, [bool(layer.rules) for layer in layered.layers]
         verdicts = []
         for name, stages in _examples(self.devices, layers, split):
             if isinstance(stages, str):
                 verdicts.append(Verdict(name=name, equal=None, reason=stages))
             else:
                 plan = _unpriced(facts, stages)
-                check_model(plan, cut)
-                verdicts.append(self._verdict(name, plan, crew))
+                check_model(plan, layered)
+                verdicts.append(self._verdict(name, plan, peers))
         return verdicts
 
-    def _verdict(self, name: str, plan: Plan, crew: Crew) -> Verdict:
-        from galvatron.runtime.verify import NotChecked, difference
+    def _verdict(self, name: str, plan: Plan, peers: Peers) -> Verdict:
+        from galvatron.runtime.trial import NotChecked
+        from galvatron.runtime.verify import difference
 
         model, _ = _stock(self.config, self.as_named)
         try:
-            found = difference(model, plan, device=crew.device)
+            found = difference(model, plan, device=peers.device)
         except NotChecked as reason:
             return Verdict(name=name, equal=None, reason=str(reason))
         except Exception as error:
             text = str(error).partition("\n")[0]
             raise GalvatronError(
-                f"check: {self.name} under {name}: rank {crew.rank} failed with {type(error).__name__}: {text}"
+                f"check: {self.name} under {name}: rank {peers.rank} failed with {type(error).__name__}: {text}"
             ) from error
         return Verdict(name=name, equal=found is None, reason=found or "")
 
 
 @cache
-def _stock(config: str, as_named: bool) -> tuple[nn.Module, CutModel]:
+def _stock(config: str, as_named: bool) -> tuple[nn.Module, LayeredModel]:
     """The model without weights, and its layers: made once, before the processes are forked."""
     from galvatron.families.build import build_meta, without_weights
-    from galvatron.families.registry import cut
+    from galvatron.families.registry import layered_model
 
     model = build_meta(json.loads(config), _training(config, as_named), as_named=as_named)
-    return model, cut(without_weights(model))
+    return model, layered_model(without_weights(model))
 
 
 def _training(config: str, as_named: bool) -> Training:
@@ -193,25 +194,25 @@ def _training(config: str, as_named: bool) -> Training:
     return Training(dropout=False, attention=Attention.FUSED if stock._supports_sdpa else Attention.EAGER)
 
 
-def _facts(name: str, config: str, cut: CutModel, training: Training) -> ModelFacts:
+def _facts(name: str, config: str, layered: LayeredModel, training: Training) -> ModelFacts:
     """What a plan says of the model, as far as running it takes: sizes of activations and work are left out."""
     from galvatron.families.generic.adapter import Generic
 
     content = json.loads(config)
-    counts = {layer.kind: sum(own.numel() for own in layer.parameters()) for layer in cut.layers}
-    if isinstance(cut, Generic):
+    counts = {layer.kind: sum(own.numel() for own in layer.parameters()) for layer in layered.layers}
+    if isinstance(layered, Generic):
         kinds = tuple(
             LayerSpec(name=kind, parameters=count, forward_flops=0, split_activation_bytes=0, boundary_bytes=0)
             for kind, count in counts.items()
         )
     else:
         kinds = model_of_config(content, Path("config.json"), name, training).kinds
-    runs = groupby(layer.kind for layer in cut.layers)
+    runs = groupby(layer.kind for layer in layered.layers)
     return ModelFacts(
         name=name,
-        family="generic" if isinstance(cut, Generic) else content["model_type"],
+        family="generic" if isinstance(layered, Generic) else content["model_type"],
         digest="",
-        parameters=sum(own.numel() for own in cut.model.parameters()),
+        parameters=sum(own.numel() for own in layered.model.parameters()),
         training=training,
         kinds=kinds,
         order=tuple(LayerRun(layer=kind, count=len(list(run))) for kind, run in runs),

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from galvatron.core.errors import RankFailure
-from galvatron.processes.environment import unset
+from galvatron.processes.environment import defaults_if_unset
 from galvatron.train.run_folder import RunFolder
 
 __all__ = ["Ended", "launch"]
@@ -74,7 +74,7 @@ def launch(folder: RunFolder, processes: int) -> Ended:
 @contextmanager
 def _environment(processes: int) -> Iterator[None]:
     """What ranks should find set, unless the user has set it."""
-    added = unset(
+    added = defaults_if_unset(
         OMP_NUM_THREADS=str(max(1, len(os.sched_getaffinity(0)) // processes)),
         KINETO_LOG_LEVEL="99",  # the profiler, which counts memory on CPUs, would announce itself
     )

@@ -114,6 +114,7 @@ def explanation(report: Report) -> Iterator[str]:
 
 
 def report_view(plan: Plan, report: Report) -> RenderableType:
+    """Predicted and measured, as people see it at the end of a run."""
     title = Text("predicted and measured", style="bold")
     title.append(
         f"  iteration {format_seconds(report.predicted_s)} predicted, {format_seconds(report.measured_s)} measured "

@@ -15,7 +15,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.processes.environment import settle
 from galvatron.processes.failures import is_symptom, report_failures
 from galvatron.processes.stopping import Agreement, StopRequest
-from galvatron.processes.watch import Watch
+from galvatron.processes.watch import Watch, Watched
 from galvatron.processes.world import join, own_device
 from galvatron.runtime.checks import check_world
 from galvatron.runtime.parallelize import parallelize
@@ -46,13 +46,11 @@ def train_rank(path: Path) -> None:
     check_world(plan, dist.get_world_size())
     device, rank = own_device(), dist.get_rank()
     watch = Watch(
-        rank=rank,
-        stages=_stages(plan),
+        Watched(rank=rank, stages=_stages(plan), memory_bytes=lambda: used_bytes(device)),
         store=_own_connection(),
         stop=stop,
         timeout_s=settings.timeout_s,
         record=folder.write_failure,
-        memory_bytes=lambda: used_bytes(device),
     )
     watch.start()
     loop: Loop | None = None
@@ -172,9 +170,9 @@ def _out_of_memory(error: BaseException, plan: Plan, watch: Watch, rank: int, st
     """What was predicted and what is used, stage by stage, as far as the ranks have said."""
     own = _stages(plan)[rank]
     lines = [f"rank {rank} (stage {own}) ran out of memory at step {step}: {str(error).splitlines()[0]}"]
-    beats = watch.beats()
+    heartbeats = watch.heartbeats()
     for number, stage in enumerate(plan.stages):
-        used = max((beat.memory_bytes for beat in beats if beat.stage == number), default=None)
+        used = max((heartbeat.memory_bytes for heartbeat in heartbeats if heartbeat.stage == number), default=None)
         lines.append(
             f"  stage {number}: predicted {format_bytes(stage.memory_bytes)} (of it "
             f"{format_bytes(stage.memory.reserved)} besides tensors), "

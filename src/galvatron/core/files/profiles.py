@@ -27,7 +27,7 @@ _TIME = SECONDS.between("0s", "1000s")
 _SIZE = BYTES.between("0B", "1024TiB")
 
 _LAYER = Key("layer", "layer", NAME, "the layer's name in the model, such as encoder")
-_WAY = (
+_VARIANT = (
     Key("tp", "tp", whole(1, 2**20), "degree of tensor parallelism at which it was measured"),
     Key("sequence_parallel", "sequence_parallel", FLAG, "whether with sequence parallelism"),
 )
@@ -44,7 +44,7 @@ _TIMES = Table(
         Key("forward_sharded", "forward_sharded_s", _TIME, "forward time besides, where parameters are sharded"),
         Key("backward_sharded", "backward_sharded_s", _TIME, "the same for backward"),
         Key("recompute", "recompute_s", _TIME, "time of recomputing it besides a second forward"),
-        *_WAY,
+        *_VARIANT,
     ),
     many=(1, 10_000),
 )
@@ -54,7 +54,7 @@ _MEMORY = Table(
         _LAYER,
         Key("activations", "activation_bytes", _SIZE, "saved for backward by one sample, such as 40MiB"),
         Key("transient", "transient_bytes", _SIZE, "most that backward takes on top, for one sample"),
-        *_WAY,
+        *_VARIANT,
     ),
     many=(0, 10_000),
 )
@@ -95,11 +95,11 @@ def _checked(profile: ModelProfile, file: str) -> ModelProfile:
     for key, measured in kinds:
         seen: set[tuple[str, int, bool]] = set()
         for index, one in enumerate(measured):
-            way = (one.layer, one.tp, one.sequence_parallel)
-            if way in seen:
+            variant = (one.layer, one.tp, one.sequence_parallel)
+            if variant in seen:
                 raise InvalidInput(
                     f"{file}: {key}[{index}].layer is {one.layer!r} again; expected each layer once for each degree of "
                     "tensor parallelism"
                 )
-            seen.add(way)
+            seen.add(variant)
     return profile

@@ -1,7 +1,7 @@
 """What a cluster is to the planner: one kind of device, and nested islands of links.
 
 Facts only. Devices are numbered so that neighbours in number are neighbours in the innermost island; a group of ranks
-is described by the digits of the rank that vary in it (:class:`galvatron.core.spec.strategy.Digit`), and
+is described by the factors of the rank that vary in it (:class:`galvatron.core.spec.strategy.Factor`), and
 :meth:`Cluster.link` says what such a group gets from the links it really spans. Paper Section 3.2 (device islands),
 3.4 (bandwidths).
 """
@@ -18,7 +18,7 @@ from functools import cached_property
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import Precision
-from galvatron.core.spec.strategy import Digit, degree_of
+from galvatron.core.spec.strategy import Factor, degree_of
 
 __all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
@@ -145,49 +145,49 @@ class Cluster:
         """Whether islands differ in speed, so that who talks to whom matters."""
         return len({(level.bytes_per_s, level.shared) for level in self.levels}) > 1
 
-    def link(self, digits: frozenset[Digit], collective: Collective = Collective.ALL_GATHER) -> Link:
-        """Bandwidth and latency of a group whose members differ in these digits: as measured, or by the levels.
+    def link(self, factors: frozenset[Factor], collective: Collective = Collective.ALL_GATHER) -> Link:
+        """Bandwidth and latency of a group whose members differ in these factors: as measured, or by the levels.
 
-        By the levels the ring is as fast as its slowest crossing. A level is crossed when some digit's block does not
+        By the levels the ring is as fast as its slowest crossing. A level is crossed when some factor's block does not
         lie inside one unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group
         has one lane for each of its members there.
         """
-        key = digits, collective
+        key = factors, collective
         if key not in self._links:
-            measured = self._measured.get(_members(digits))
-            self._links[key] = measured.link(collective) if measured else self._slowest_crossing(digits)
+            measured = self._measured.get(_members(factors))
+            self._links[key] = measured.link(collective) if measured else self._slowest_crossing(factors)
         return self._links[key]
 
     @cached_property
-    def _links(self) -> dict[tuple[frozenset[Digit], Collective], Link]:
+    def _links(self) -> dict[tuple[frozenset[Factor], Collective], Link]:
         return {}
 
     @cached_property
     def _measured(self) -> dict[tuple[int, ...], MeasuredGroup]:
         return {group.ranks: group for group in self.groups}
 
-    def _slowest_crossing(self, digits: frozenset[Digit]) -> Link:
+    def _slowest_crossing(self, factors: frozenset[Factor]) -> Link:
         bytes_per_s, latency_s = math.inf, 0.0
         unit_size = 1
         for level in self.levels:
-            crossing = [digit for digit in digits if unit_size % digit.block]
+            crossing = [factor for factor in factors if unit_size % factor.block]
             if crossing:
-                bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(digits, unit_size, level.shared))
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(factors, unit_size, level.shared))
             island = unit_size * level.units
-            units = degree_of(digit for digit in crossing if island % digit.block == 0)
+            units = degree_of(factor for factor in crossing if island % factor.block == 0)
             # Inside the innermost islands collectives use trees; between islands a ring passes each of them.
             latency_s += level.latency_s * (math.ceil(math.log2(units)) if unit_size == 1 else units - 1)
             unit_size = island
         return Link(bytes_per_s, latency_s)
 
-    def _lanes(self, digits: frozenset[Digit], unit_size: int, shared: bool) -> float:
+    def _lanes(self, factors: frozenset[Factor], unit_size: int, shared: bool) -> float:
         """How much of a level's bandwidth the worst-placed group gets where it leaves units of this size."""
-        if all(unit_size % digit.block == 0 or digit.stride % unit_size == 0 for digit in digits):
-            members = degree_of(digit for digit in digits if unit_size % digit.block == 0)
+        if all(unit_size % factor.block == 0 or factor.stride % unit_size == 0 for factor in factors):
+            members = degree_of(factor for factor in factors if unit_size % factor.block == 0)
             return members / unit_size if shared else members
         groups: dict[int, Counter[int]] = {}
         for rank in range(self.devices):  # some group straddles units: count its members in each
-            first = rank - sum(rank // digit.stride % digit.radix * digit.stride for digit in digits)
+            first = rank - sum(rank // factor.stride % factor.size * factor.stride for factor in factors)
             groups.setdefault(first, Counter())[rank // unit_size] += 1
         leaving = [units for units in groups.values() if len(units) > 1]
         busy = sum(leaving, Counter())
@@ -230,9 +230,9 @@ class Cluster:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _members(digits: frozenset[Digit]) -> tuple[int, ...]:
-    """The group of device 0 whose members differ in these digits."""
+def _members(factors: frozenset[Factor]) -> tuple[int, ...]:
+    """The group of device 0 whose members differ in these factors."""
     ranks = [0]
-    for digit in digits:
-        ranks = [rank + value * digit.stride for rank in ranks for value in range(digit.radix)]
+    for factor in factors:
+        ranks = [rank + value * factor.stride for rank in ranks for value in range(factor.size)]
     return tuple(sorted(ranks))

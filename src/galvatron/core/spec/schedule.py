@@ -134,6 +134,7 @@ SCHEDULES = (GPIPE, ONE_F_ONE_B)
 
 
 def schedule_named(name: str) -> Schedule:
+    """The schedule of this name."""
     for schedule in SCHEDULES:
         if schedule.name == name:
             return schedule

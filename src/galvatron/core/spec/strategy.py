@@ -1,4 +1,4 @@
-"""A strategy: how one layer is spread over the devices of its stage, and what form its activations then have.
+"""A strategy: how one layer is spread over the devices of its stage, and what layout its activations then have.
 
 Knows nothing of models, links or costs. Paper Section 3.2: a path through a decision tree, outermost level first.
 """
@@ -17,15 +17,15 @@ from galvatron.core.spec.switches import LAYER_SWITCHES, Kind, LayerSwitches
 
 __all__ = [
     "Axis",
-    "Digit",
-    "Form",
+    "Factor",
+    "Factors",
     "Kind",
     "Layout",
     "Strategy",
-    "by_digits",
     "compatible",
     "degree_of",
-    "gathered_digits",
+    "factor_by_factor",
+    "gathered_factors",
     "lines_up",
     "prime_factors",
 ]
@@ -40,38 +40,38 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Digit:
-    """One prime factor of a rank's number inside its stage: ``rank // stride % radix``.
+class Factor:
+    """One prime factor of a rank's number inside its stage: ``rank // stride % size``.
 
-    When the stage size is a power of two the digits are the bits of the rank.
+    When the stage size is a power of two the factors are the bits of the rank.
     """
 
     stride: int
-    radix: int
+    size: int
 
     @property
     def block(self) -> int:
-        """Ranks that one full turn of this digit covers."""
-        return self.stride * self.radix
+        """Ranks that one full turn of this factor covers."""
+        return self.stride * self.size
 
 
-Layout = frozenset[Digit]
-"""The digits that divide something: the batch of a layer, or the sequence of its activations."""
+Factors = frozenset[Factor]
+"""The factors that divide something: the batch of a layer, or the sequence of its activations."""
 
 
-def degree_of(digits: Iterable[Digit]) -> int:
-    """Into how many parts these digits divide something: the ranks that differ in them only."""
-    return math.prod(digit.radix for digit in digits)
+def degree_of(factors: Iterable[Factor]) -> int:
+    """Into how many parts these factors divide something: the ranks that differ in them only."""
+    return math.prod(factor.size for factor in factors)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How the activations between two layers are divided: nothing happens between layers with the same form."""
+class Layout:
+    """How the activations between two layers are divided: nothing happens between layers with the same layout."""
 
-    rows: Layout
-    """The digits that divide the batch."""
-    sequence: Layout = frozenset()
-    """The digits that divide each sample along its sequence; none without sequence parallelism."""
+    rows: Factors
+    """The factors that divide the batch."""
+    sequence: Factors = frozenset()
+    """The factors that divide each sample along its sequence; none without sequence parallelism."""
 
     @property
     def parts(self) -> int:
@@ -104,24 +104,24 @@ class Strategy(LayerSwitches):
         """Into how many parts the batch is divided."""
         return self.degree(Kind.DP) * self.degree(Kind.SDP)
 
-    def digits(self, *kinds: Kind) -> Layout:
-        """The digits of the rank that the axes of these kinds own."""
-        return _owned_digits(self.axes, kinds)
+    def factors(self, *kinds: Kind) -> Factors:
+        """The factors of the rank that the axes of these kinds own."""
+        return _owned_factors(self.axes, kinds)
+
+    @cached_property
+    def batch_factors(self) -> Factors:
+        """The factors that divide the batch."""
+        return self.factors(Kind.DP, Kind.SDP)
+
+    @cached_property
+    def sharding_factors(self) -> Factors:
+        """The factors over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2."""
+        return self.factors(Kind.DP if self.zero2 else Kind.SDP)
 
     @cached_property
     def layout(self) -> Layout:
-        """The digits that divide the batch."""
-        return self.digits(Kind.DP, Kind.SDP)
-
-    @cached_property
-    def sharding_digits(self) -> Layout:
-        """The digits over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2."""
-        return self.digits(Kind.DP if self.zero2 else Kind.SDP)
-
-    @cached_property
-    def form(self) -> Form:
         """Of the activations that the layer takes and gives."""
-        return Form(self.layout, self.digits(Kind.TP) if self.sequence_parallel else frozenset())
+        return Layout(self.batch_factors, self.factors(Kind.TP) if self.sequence_parallel else frozenset())
 
     def __str__(self) -> str:
         axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"
@@ -156,20 +156,20 @@ class Strategy(LayerSwitches):
 
 
 @lru_cache(maxsize=65536)
-def _owned_digits(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Layout:
-    owned: set[Digit] = set()
+def _owned_factors(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Factors:
+    owned: set[Factor] = set()
     stride = math.prod(axis.degree for axis in axes)
     for axis in axes:
         for prime in prime_factors(axis.degree):
             stride //= prime
             if axis.kind in kinds:
-                owned.add(Digit(stride, prime))
+                owned.add(Factor(stride, prime))
     return frozenset(owned)
 
 
 @lru_cache(maxsize=1024)
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Prime factors, largest first, so that the outermost digit of 12 devices is the 3 and the rest are bits."""
+    """Prime factors, largest first, so that the outermost factor of 12 devices is the 3 and the rest are bits."""
     factors: list[int] = []
     prime = 2
     while number > 1:
@@ -180,28 +180,28 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return tuple(reversed(factors))
 
 
-def compatible(first: Digit, second: Digit) -> bool:
-    """Whether both digits can belong to one way of writing the rank (always true for powers of two)."""
+def compatible(first: Factor, second: Factor) -> bool:
+    """Whether both factors can belong to one way of writing the rank (always true for powers of two)."""
     return first == second or second.stride % first.block == 0 or first.stride % second.block == 0
 
 
-def gathered_digits(source: Layout, target: Layout, rows: int) -> Layout:
-    """The digits an all-gather must span to turn a batch of so many rows laid out as ``source`` into ``target``.
+def gathered_factors(source: Factors, target: Factors, rows: int) -> Factors:
+    """The factors an all-gather must span to turn a batch of so many rows laid out as ``source`` into ``target``.
 
-    Slice-Gather (paper Section 4): slice the digits in target∖source, which is free, then all-gather those in
-    source∖target. Where that cannot go digit by digit, all of the source is gathered first.
+    Slice-Gather (paper Section 4): slice the factors in target∖source, which is free, then all-gather those in
+    source∖target. Where that cannot go factor by factor, all of the source is gathered first.
     """
-    return source - target if by_digits(source, target, rows) else source
+    return source - target if factor_by_factor(source, target, rows) else source
 
 
-def by_digits(source: Layout, target: Layout, rows: int) -> bool:
-    """Whether rows go from one layout to the other digit by digit: the two write ranks in one mixed radix, and there
-    are rows enough to divide by the digits of both."""
+def factor_by_factor(source: Factors, target: Factors, rows: int) -> bool:
+    """Whether rows go from one layout to the other factor by factor: the two write ranks in one mixed radix, and there
+    are rows enough to divide by the factors of both."""
     return lines_up(source, target) and rows % degree_of(source | target) == 0
 
 
-def lines_up(source: Layout, target: Layout) -> bool:
-    """Whether two layouts can be written in one mixed radix, so that slicing and gathering go digit by digit."""
-    if all(digit.block & (digit.block - 1) == 0 for digit in source | target):
+def lines_up(source: Factors, target: Factors) -> bool:
+    """Whether two layouts can be written in one mixed radix, so that slicing and gathering go factor by factor."""
+    if all(factor.block & (factor.block - 1) == 0 for factor in source | target):
         return True  # bits of the rank
     return all(compatible(a, b) for a in source for b in target)

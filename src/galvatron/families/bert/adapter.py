@@ -17,8 +17,8 @@ from galvatron.families.adapters import (
     require,
     stock_children,
 )
-from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
-from galvatron.families.rules import Columns, Loss, Region, Rows, Vocabulary
+from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
+from galvatron.families.rules import Columns, Region, Rows, Vocabulary, VocabularyLoss
 
 __all__ = ["ADAPTER", "Bert"]
 
@@ -77,7 +77,7 @@ class _Head(Layer):
     decoder: nn.Module
 
     def __init__(self, model: Any) -> None:
-        rules = (Region("decoder"), Columns("decoder"), Loss("loss"))
+        rules = (Region("decoder"), Columns("decoder"), VocabularyLoss("loss"))
         predictions = model.cls.predictions
         super().__init__("head", stock_children("cls.predictions", predictions, "transform", "decoder"), rules)
         self.one_bias = predictions.bias is predictions.decoder.bias
@@ -97,7 +97,7 @@ class _Head(Layer):
         return super().stock_name(name)
 
 
-class Bert(CutModel):
+class Bert(LayeredModel):
     """Untied, the stock model has a second bias over the vocabulary that nothing uses: it is in no layer."""
 
     required = frozenset({"input_ids", "labels"})

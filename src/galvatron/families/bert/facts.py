@@ -9,6 +9,7 @@ from galvatron.core.spec.model import Attention, ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
     FeedForwardShape,
+    HeadShape,
     attention,
     collectives,
     dropout_active,
@@ -107,14 +108,11 @@ class Bert:
         transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
         act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True, split=False)
         # Untied, Hugging Face has two biases over the vocabulary, the head's own and the projection's.
+        shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, bias=True, tied=self.tied)
         head = language_head(
             (transform, act, norm, Op(parameters=0 if self.tied else self.vocabulary)),
             training,
-            tokens=tokens,
-            hidden=self.hidden,
-            vocabulary=self.vocabulary,
-            bias=True,
-            tied=self.tied,
+            shape,
             boundary=boundary,
         )
         return ModelSpec(

@@ -19,6 +19,7 @@ from galvatron.families.facts.ops import FP32, Op, Split, activation, dropout, l
 __all__ = [
     "AttentionShape",
     "FeedForwardShape",
+    "HeadShape",
     "RmsNorm",
     "attention",
     "class_head",
@@ -204,28 +205,31 @@ def rms_norm(tokens: int, hidden: int, kind: RmsNorm, *, element: int) -> Op:
     )
 
 
-def language_head(
-    ops: tuple[Op, ...],
-    training: Training,
-    *,
-    tokens: int,
-    hidden: int,
-    vocabulary: int,
-    bias: bool,
-    tied: bool,
-    boundary: int,
-) -> LayerSpec:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShape:
+    """The projection of hidden states to the vocabulary."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    bias: bool = False
+    tied: bool
+    """Whether its weight is that of the embedding."""
+
+
+def language_head(ops: tuple[Op, ...], training: Training, shape: HeadShape, *, boundary: int) -> LayerSpec:
     """The layer that ends a language model: ``ops``, then logits and cross-entropy in fp32.
 
     Saved are the log-probabilities. Backward makes their gradient and the logits', fp32 both: two tensors of tokens ×
     vocabulary on top. In the paper's runs the logits count as saved (its Table 1) and the working set is a fitted
     multiple.
     """
+    tokens, hidden, vocabulary = shape.tokens, shape.hidden, shape.vocabulary
     element = training.precision.bytes
     cells = tokens * vocabulary
     paper = training.attention is Attention.PAPER
-    logits = linear(tokens, hidden, vocabulary, Split.COLUMNS, element=element, bias=bias)
-    logits = replace(logits, tied_parameters=vocabulary * hidden if tied else 0)
+    logits = linear(tokens, hidden, vocabulary, Split.COLUMNS, element=element, bias=shape.bias)
+    logits = replace(logits, tied_parameters=vocabulary * hidden if shape.tied else 0)
     loss = Op(split=cells * FP32 + (cells * element if paper else 0), gradient=2 * cells * FP32)
     head = layer(
         "head",

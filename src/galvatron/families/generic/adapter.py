@@ -1,7 +1,7 @@
 """A model of no known family: its repeated blocks as layers, and all before and after them as two more.
 
 Works for any model, of Hugging Face or not, with one list of equal blocks that run in order, each taking what the one
-before returned: ``embedding``, ``block`` × N, ``head``. Runs the stock model's own forward, in parts (see ``shell``),
+before returned: ``embedding``, ``block`` × N, ``head``. Runs the stock model's own forward, in parts (see ``stubbed``),
 so nothing has to be known about it; what does not fit is found by a trial run at once, and named. No tensor
 parallelism.
 """
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import count_targets, masked_labels, next_tokens, random_tokens, sides
 from galvatron.families.generic.own_loss import refuse_balance_loss, shifts_labels
-from galvatron.families.generic.shell import Call, Held, Shell, Stop
+from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
 from galvatron.families.generic.trial import Anatomy, find_blocks
-from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
+from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
 
-__all__ = ["Generic", "Loss"]
+__all__ = ["Generic", "LossFunction"]
 
-Loss = Callable[[Any, Batch], Tensor]
+LossFunction = Callable[[Any, Batch], Tensor]
 """From the model's output and the batch to the loss summed over the targets."""
 
 _LENGTH = 512
@@ -80,7 +80,7 @@ class _Block(Layer):
 
     def __init__(self, anatomy: Anatomy, index: int, block: nn.Module) -> None:
         super().__init__("block", {"block": (f"{anatomy.blocks}.{index}", block)})
-        self.names, self.index, self.slot = anatomy.inputs, index, anatomy.slot
+        self.names, self.index, self.hidden_argument = anatomy.inputs, index, anatomy.hidden_argument
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -88,13 +88,13 @@ class _Block(Layer):
 
     def forward(self, activations: Activations, context: _Context) -> Activations:
         call = context.calls[self.index]
-        args, kwargs = replace_hidden(call, self.slot, activations[0])
+        args, kwargs = replace_hidden(call, self.hidden_argument, activations[0])
         made = self.block(*args, **kwargs)
         return (made if isinstance(made, Tensor) else made[0],)
 
 
 class _Head(_Around):
-    def __init__(self, anatomy: Anatomy, model: nn.Module, shifted: bool, loss: Loss | None) -> None:
+    def __init__(self, anatomy: Anatomy, model: nn.Module, shifted: bool, loss: LossFunction | None) -> None:
         super().__init__("head", anatomy, model, anatomy.after)
         self.shifted, self.custom = shifted, loss
         self.loss = CrossEntropy()
@@ -116,10 +116,10 @@ class _Part:
 
     def __init__(self, anatomy: Anatomy, model: nn.Module, real: tuple[str, ...]) -> None:
         self._anatomy = anatomy
-        self._shell = Shell(model, anatomy.blocks, anatomy.units, real)
+        self._stubbed = StubbedModel(model, anatomy.blocks, anatomy.units, real)
 
     def modules(self) -> Iterator[nn.Module]:
-        model: nn.Module = self._shell.model
+        model: nn.Module = self._stubbed.model
         return model.modules()
 
     def before(self, context: _Context, *, training: bool) -> Tensor:
@@ -129,20 +129,20 @@ class _Part:
             found.append(self._anatomy.hidden(call))
             raise Stop
 
-        self._shell.on_block = capture
-        self._shell.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        self._stubbed.on_block = capture
+        self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
         return found[0]
 
     def after(self, hidden: Tensor, context: _Context, *, training: bool) -> Any:
-        self._shell.on_block = lambda call: self._anatomy.wrap(hidden)
-        return self._shell.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        self._stubbed.on_block = lambda call: self._anatomy.wrap(hidden)
+        return self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
 
 
-class Generic(CutModel):
+class Generic(LayeredModel):
     """``batch``: an example, needed unless it is a Hugging Face model of tokens or images. ``loss``: in place of the
     cross-entropy of the logits against ``labels``, shifted where the model's own loss shifts them."""
 
-    def __init__(self, model: Any, batch: Batch | None = None, loss: Loss | None = None) -> None:
+    def __init__(self, model: Any, batch: Batch | None = None, loss: LossFunction | None = None) -> None:
         super().__init__(model)
         name = type(model).__name__
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -155,7 +155,7 @@ class Generic(CutModel):
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self.anatomy = find_blocks(model, trial)
         self._shifted = _shifts(model, self.anatomy, trial, loss)
-        self._shell = Shell(model, self.anatomy.blocks, self.anatomy.units)
+        self._stubbed = StubbedModel(model, self.anatomy.blocks, self.anatomy.units)
         blocks = model.get_submodule(self.anatomy.blocks)
         self.layers = (
             _Embedding(self.anatomy, model),
@@ -178,9 +178,9 @@ class Generic(CutModel):
                 raise Stop
             return self.anatomy.wrap(self.anatomy.hidden(call))
 
-        self._shell.on_block = record
+        self._stubbed.on_block = record
         with torch.no_grad():
-            self._shell.run(inputs, dtype, training=False)
+            self._stubbed.run(inputs, dtype, training=False)
         return _Context(batch, dtype, tuple(calls))
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -225,7 +225,7 @@ class Generic(CutModel):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: Loss | None) -> bool:
+def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction | None) -> bool:
     try:
         return shifts_labels(model, anatomy, trial)
     except InvalidInput:
@@ -234,10 +234,10 @@ def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: Loss | None)
         return False  # the user's loss is what counts, over all labels
 
 
-def replace_hidden(call: Call, slot: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replace_hidden(call: Call, hidden_argument: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with another hidden state."""
-    if isinstance(slot, str):
-        return call.args, {**call.kwargs, slot: hidden}
+    if isinstance(hidden_argument, str):
+        return call.args, {**call.kwargs, hidden_argument: hidden}
     return (hidden, *call.args[1:]), call.kwargs
 
 

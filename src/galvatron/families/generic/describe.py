@@ -29,7 +29,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import LayerSpec, ModelSpec, Precision, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.generic.shell import Call
+from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 
 __all__ = ["describe"]
@@ -39,13 +39,13 @@ def describe(model: nn.Module, batch: Batch, training: Training | None = None, *
     """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
     training = Training() if training is None else training
     dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
-    cut_model = Generic(without_weights(model, dtype).train(), batch)
+    layered = Generic(without_weights(model, dtype).train(), batch)
     sample = {key: own[:1].cpu() for key, own in batch.items()}
-    context = cut_model.context(sample, dtype)
-    embedding, *blocks, head = cut_model.layers
+    context = layered.context(sample, dtype)
+    embedding, *blocks, head = layered.layers
     _refuse_unequal(type(model).__name__, blocks)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        _give_values(cut_model.layers)
+        _give_values(layered.layers)
         fakes = replace(
             context,
             batch={key: fake.from_tensor(own) for key, own in sample.items()},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import count_targets, next_tokens
-from galvatron.families.generic.shell import Shell
+from galvatron.families.generic.stubs import StubbedModel
 from galvatron.families.generic.trial import Anatomy
 from galvatron.families.layer import IGNORED, Batch, CrossEntropy
 
@@ -34,16 +34,16 @@ def shifts_labels(model: nn.Module, anatomy: Anatomy, batch: Batch) -> bool:
     labels = batch["labels"].clone()
     if labels.ndim > 1 and not labels.is_floating_point():
         labels[0, labels.shape[1] // 2] = IGNORED  # the two readings must agree on what does not count
-    shell = Shell(model, anatomy.blocks, anatomy.units)
-    shell.noise = torch.Generator().manual_seed(0)
-    shell.on_block = lambda call: anatomy.wrap(torch.randn(anatomy.hidden(call).shape, generator=shell.noise))
-    own, logits = _own_loss(shell, anatomy, {**batch, "labels": labels}, name)
+    stubbed = StubbedModel(model, anatomy.blocks, anatomy.units)
+    stubbed.noise = torch.Generator().manual_seed(0)
+    stubbed.on_block = lambda call: anatomy.wrap(torch.randn(anatomy.hidden(call).shape, generator=stubbed.noise))
+    own, logits = _own_loss(stubbed, anatomy, {**batch, "labels": labels}, name)
     if own is None:
         return False
     if logits is None:
         raise InvalidInput(f"{name}: returns a loss without logits; give a loss function of your own")
     if "attention_mask" in anatomy.inputs and "input_ids" in batch:
-        _refuse_masked(shell, anatomy, {**batch, "labels": labels}, name)
+        _refuse_masked(stubbed, anatomy, {**batch, "labels": labels}, name)
     found = {shifted: _cross_entropy(logits, labels, shifted) for shifted in (True, False)}
     for shifted, value in found.items():
         if value is not None and abs(value - own) <= _TOLERANCE * max(1.0, abs(own)):
@@ -68,12 +68,12 @@ def refuse_balance_loss(model: nn.Module) -> None:
         )
 
 
-def _own_loss(shell: Shell, anatomy: Anatomy, batch: Batch, name: str) -> tuple[float | None, Tensor | None]:
+def _own_loss(stubbed: StubbedModel, anatomy: Anatomy, batch: Batch, name: str) -> tuple[float | None, Tensor | None]:
     inputs = {**anatomy.pick(batch), "labels": batch["labels"]}
-    shell.noise = torch.Generator().manual_seed(0)
+    stubbed.noise = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
-            output = shell.run(inputs, torch.float32, training=False)
+            output = stubbed.run(inputs, torch.float32, training=False)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidInput(
@@ -89,13 +89,13 @@ def _field(output: Any, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _refuse_masked(shell: Shell, anatomy: Anatomy, batch: Batch, name: str) -> None:
+def _refuse_masked(stubbed: StubbedModel, anatomy: Anatomy, batch: Batch, name: str) -> None:
     """The logits do not depend on the mask here, so neither may the loss."""
     mask = torch.ones_like(batch["input_ids"])
     losses = []
     for masked in (0, 1):
         mask[0, mask.shape[1] - masked :] = 0
-        losses.append(_own_loss(shell, anatomy, {**batch, "attention_mask": mask.clone()}, name)[0])
+        losses.append(_own_loss(stubbed, anatomy, {**batch, "attention_mask": mask.clone()}, name)[0])
     if losses[0] != losses[1]:
         raise InvalidInput(
             f"{name}: its own loss leaves out positions by attention_mask; give a loss function of your own that does, "

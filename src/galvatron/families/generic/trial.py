@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.generic.shell import Call, Shell, Unit, find_units, has_nan
+from galvatron.families.generic.stubs import Call, StubbedModel, Unit, find_units, has_nan
 from galvatron.families.layer import Batch
 
 __all__ = ["Anatomy", "find_blocks"]
@@ -26,7 +26,7 @@ class Anatomy:
     blocks: str
     """Name of the list of blocks."""
     count: int
-    slot: int | str
+    hidden_argument: int | str
     """Where a block takes the hidden state: its first argument, or a keyword."""
     extra: tuple[Any, ...] | None
     """What a block returns after the hidden state; None: it returns that alone."""
@@ -48,7 +48,11 @@ class Anatomy:
 
     def hidden(self, call: Call) -> Any:
         """The hidden state that a block was called with."""
-        return call.kwargs[self.slot] if isinstance(self.slot, str) else call.args[self.slot]
+        return (
+            call.kwargs[self.hidden_argument]
+            if isinstance(self.hidden_argument, str)
+            else call.args[self.hidden_argument]
+        )
 
     def wrap(self, hidden: Tensor) -> Any:
         """What a block returns if this is its hidden state."""
@@ -99,8 +103,8 @@ def _examine(
     taken: frozenset[str],
 ) -> Anatomy:
     units = find_units(model, name)
-    shell = Shell(model, name, units)
-    shell.note_uses = True
+    stubbed = StubbedModel(model, name, units)
+    stubbed.note_uses = True
     returned: list[Tensor] = []
     sample: list[Tensor] = []
     extra: tuple[Any, ...] | None = None
@@ -108,34 +112,36 @@ def _examine(
     def chain(call: Call) -> Any:
         nonlocal extra
         if not returned:
-            made = _result_of_block(shell, call, blocks)
+            made = _result_of_block(stubbed, call, blocks)
             sample.append(made if isinstance(made, Tensor) else made[0])
             if not isinstance(made, Tensor):
                 extra = tuple(None if isinstance(own, Tensor) else own for own in made[1:])
         returned.append(torch.zeros(sample[0].shape, dtype=sample[0].dtype))
         return returned[-1] if extra is None else (returned[-1], *extra)
 
-    shell.on_block = chain
-    shell.watched = frozenset(unit.name for unit in units)
+    stubbed.on_block = chain
+    stubbed.watched = frozenset(unit.name for unit in units)
     with torch.no_grad():
-        shell.run(inputs, dtype, training=model.training)
-    calls = shell.log.calls
+        stubbed.run(inputs, dtype, training=model.training)
+    calls = stubbed.log.calls
     if [call.block for call in calls] != list(range(len(blocks))):
         raise _Unfit("its modules do not run once each in order")
-    slot = _slot(calls, returned)
-    if shell.log.outside:
-        raise _Unfit(f"a weight of {shell.log.outside[0]} is used outside of it")
-    before, after = _phases(shell, len(blocks))
-    anatomy = Anatomy(name, len(blocks), slot, extra, units, _in_order(units, before), _in_order(units, after), taken)
-    _check_arguments(anatomy, Shell(model, name, units), inputs, dtype)
-    _check_after(anatomy, Shell(model, name, units), inputs, dtype)
+    hidden_argument = _hidden_argument(calls, returned)
+    if stubbed.log.outside:
+        raise _Unfit(f"a weight of {stubbed.log.outside[0]} is used outside of it")
+    before, after = _phases(stubbed, len(blocks))
+    anatomy = Anatomy(
+        name, len(blocks), hidden_argument, extra, units, _in_order(units, before), _in_order(units, after), taken
+    )
+    _check_arguments(anatomy, StubbedModel(model, name, units), inputs, dtype)
+    _check_after(anatomy, StubbedModel(model, name, units), inputs, dtype)
     return anatomy
 
 
-def _result_of_block(shell: Shell, call: Call, blocks: nn.ModuleList) -> Any:
+def _result_of_block(stubbed: StubbedModel, call: Call, blocks: nn.ModuleList) -> Any:
     """What the first block returns; where it cannot run without values (experts look at them), with weights of zero."""
     try:
-        return shell.shapes_of_block(call)
+        return stubbed.shapes_of_block(call)
     except (RuntimeError, NotImplementedError):
         block = copy.deepcopy(blocks[0])
         block = block.to_empty(device="cpu") if any(own.is_meta for own in block.parameters()) else block.cpu()
@@ -144,7 +150,7 @@ def _result_of_block(shell: Shell, call: Call, blocks: nn.ModuleList) -> Any:
         return block(*call.args, **call.kwargs)
 
 
-def _slot(calls: list[Call], returned: list[Tensor]) -> int | str:
+def _hidden_argument(calls: list[Call], returned: list[Tensor]) -> int | str:
     """Where blocks take the hidden state: each must get the very tensor that the one before returned."""
     found: set[int | str] = set()
     for call, received in zip(calls[1:], returned, strict=False):
@@ -152,16 +158,16 @@ def _slot(calls: list[Call], returned: list[Tensor]) -> int | str:
         found |= {*places[:1], *(key for key, own in call.kwargs.items() if own is received)}
     if len(calls) == 1:
         found = {0} if calls[0].args else {key for key, own in calls[0].kwargs.items() if key == "hidden_states"}
-    slots = [slot for slot in found if slot == 0 or isinstance(slot, str)]
+    slots = [hidden_argument for hidden_argument in found if hidden_argument == 0 or isinstance(hidden_argument, str)]
     if len(slots) != 1:
         raise _Unfit("a block does not take what the one before it returned")
     return slots[0]
 
 
-def _phases(shell: Shell, count: int) -> tuple[set[str], set[str]]:
-    before = {name for name, called in shell.log.used if called == 0}
-    after = {name for name, called in shell.log.used if called == count}
-    between = {name for name, called in shell.log.used if 0 < called < count}
+def _phases(stubbed: StubbedModel, count: int) -> tuple[set[str], set[str]]:
+    before = {name for name, called in stubbed.log.used if called == 0}
+    after = {name for name, called in stubbed.log.used if called == count}
+    between = {name for name, called in stubbed.log.used if 0 < called < count}
     if between:
         raise _Unfit(f"{sorted(between)[0]} runs between its modules")
     if before & after:
@@ -173,25 +179,25 @@ def _in_order(units: tuple[Unit, ...], names: set[str]) -> tuple[str, ...]:
     return tuple(unit.name for unit in units if unit.name in names)
 
 
-def _check_arguments(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _check_arguments(anatomy: Anatomy, stubbed: StubbedModel, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
     """What blocks get besides the hidden state must not depend on weights: each stage makes it for itself."""
-    shell.on_block = lambda call: anatomy.wrap(anatomy.hidden(call))
+    stubbed.on_block = lambda call: anatomy.wrap(anatomy.hidden(call))
     with torch.no_grad():
-        shell.run(inputs, dtype, training=False)
-    for call in shell.log.calls:
+        stubbed.run(inputs, dtype, training=False)
+    for call in stubbed.log.calls:
         for place, own in (*enumerate(call.args), *call.kwargs.items()):
-            if place != anatomy.slot and has_nan(own):
+            if place != anatomy.hidden_argument and has_nan(own):
                 raise _Unfit(
                     f"argument {place!r} of its modules is computed with weights, as in encoder-decoder models"
                 )
 
 
-def _check_after(anatomy: Anatomy, shell: Shell, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _check_after(anatomy: Anatomy, stubbed: StubbedModel, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
     """What comes after the blocks must use nothing of what came before but the hidden state."""
-    shell.watched = frozenset(anatomy.after)
-    shell.on_block = lambda call: anatomy.wrap(torch.zeros_like(anatomy.hidden(call)))
+    stubbed.watched = frozenset(anatomy.after)
+    stubbed.on_block = lambda call: anatomy.wrap(torch.zeros_like(anatomy.hidden(call)))
     with torch.no_grad():
-        output = shell.run(inputs, dtype, training=False)
+        output = stubbed.run(inputs, dtype, training=False)
     if has_nan(list(_tensors(output))):
         raise _Unfit("what follows uses more of what precedes than the hidden state")
 

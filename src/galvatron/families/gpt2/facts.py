@@ -9,6 +9,7 @@ from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
     FeedForwardShape,
+    HeadShape,
     attention,
     collectives,
     dropout_active,
@@ -114,16 +115,8 @@ class Gpt2:
                 boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
-        head = language_head(
-            (norm,),
-            training,
-            tokens=tokens,
-            hidden=self.hidden,
-            vocabulary=self.vocabulary,
-            bias=False,
-            tied=self.tied,
-            boundary=boundary,
-        )
+        shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
+        head = language_head((norm,), training, shape, boundary=boundary)
         return ModelSpec(
             name=name,
             family="gpt2",

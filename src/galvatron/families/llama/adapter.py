@@ -17,8 +17,8 @@ from galvatron.families.adapters import (
     shape_of,
     stock_children,
 )
-from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
-from galvatron.families.rules import Columns, Loss, Region, Rows, Vocabulary
+from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
+from galvatron.families.rules import Columns, Region, Rows, Vocabulary, VocabularyLoss
 
 __all__ = ["ADAPTER", "Llama"]
 
@@ -78,7 +78,7 @@ class _Head(Layer):
 
     def __init__(self, model: Any) -> None:
         modules = {"norm": ("model.norm", model.model.norm), "lm_head": ("lm_head", model.lm_head)}
-        super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), Loss("loss")))
+        super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), VocabularyLoss("loss")))
         self.loss = CrossEntropy()
 
     @property
@@ -90,7 +90,7 @@ class _Head(Layer):
         return (self.loss(self.lm_head(self.norm(hidden)), next_tokens(context.batch["labels"])),)
 
 
-class Llama(CutModel):
+class Llama(LayeredModel):
     """Batches have ``input_ids`` and ``labels`` (the same tokens; the model shifts them), maybe masks or positions."""
 
     required = frozenset({"input_ids", "labels"})

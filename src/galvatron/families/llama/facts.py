@@ -10,6 +10,7 @@ from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
     FeedForwardShape,
+    HeadShape,
     RmsNorm,
     attention,
     collectives,
@@ -121,16 +122,8 @@ class Llama:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
         )
-        head = language_head(
-            (norm,),
-            training,
-            tokens=tokens,
-            hidden=self.hidden,
-            vocabulary=self.vocabulary,
-            bias=False,
-            tied=self.tied,
-            boundary=boundary,
-        )
+        shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
+        head = language_head((norm,), training, shape, boundary=boundary)
         return ModelSpec(
             name=name,
             family="llama",

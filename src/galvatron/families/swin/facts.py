@@ -87,7 +87,7 @@ class Swin:
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of tokens in each stage; patches and merges pad to whole tokens."""
-        rows, columns = (-(-side // cut) for side, cut in zip(self.image, self.patch, strict=True))
+        rows, columns = (-(-side // layered_model) for side, layered_model in zip(self.image, self.patch, strict=True))
         grids = []
         for _ in self.depths:
             grids.append((rows, columns))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.families.adapters import bidirectional_mask, causal_mask, count_targets, random_tokens
-from galvatron.families.layer import Activations, Batch, CrossEntropy, CutModel, Layer, Tie, Use
-from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Rule, Table, Vocabulary
+from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
+from galvatron.families.rules import Attribute, Columns, Region, Rows, Rule, Table, Vocabulary, VocabularyLoss
 
 __all__ = ["ADAPTER", "T5"]
 
@@ -127,7 +127,7 @@ class _Head(Layer):
             "dropout": ("decoder.dropout", model.decoder.dropout),
             "lm_head": ("lm_head", model.lm_head),
         }
-        super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), Loss("loss")))
+        super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), VocabularyLoss("loss")))
         self.scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else None
         self.loss = CrossEntropy()
 
@@ -143,7 +143,7 @@ class _Head(Layer):
         return (self.loss(self.lm_head(hidden), context.batch["labels"]),)
 
 
-class T5(CutModel):
+class T5(LayeredModel):
     """Batches have ``input_ids`` and ``labels``; decoder ids are the labels shifted right unless they are given."""
 
     required = frozenset({"input_ids", "labels"})

@@ -15,6 +15,7 @@ from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
     FeedForwardShape,
+    HeadShape,
     RmsNorm,
     attention,
     collectives,
@@ -150,16 +151,8 @@ class T5:
                 message, forward=3, backward=4, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
-        head = language_head(
-            (norm, *drop),
-            training,
-            tokens=tokens,
-            hidden=self.hidden,
-            vocabulary=self.vocabulary,
-            bias=False,
-            tied=True,
-            boundary=2 * message,
-        )
+        shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=True)
+        head = language_head((norm, *drop), training, shape, boundary=2 * message)
         encoders = [paper_block(encoder, training)] * self.encoders
         decoders = [paper_block(decoder, training)] * self.decoders
         return ModelSpec(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from galvatron.measure.cluster_jobs.findings import MEASURED_OPTIMIZER, DeviceFacts, DeviceProbe
 from galvatron.measure.cluster_jobs.messages import sizes_for
 from galvatron.measure.timing import Probe, seconds_of_calls
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
 from galvatron.runtime.optimizers import torch_class
@@ -31,23 +31,23 @@ _TURNS = 4
 _TINY = 32
 
 
-def device_facts(crew: Crew) -> DeviceFacts:
+def device_facts(peers: Peers) -> DeviceFacts:
     """Call it once the process has done what every process of a training does (joined a group, used its device)."""
-    kind = crew.device.type
+    kind = peers.device.type
     if kind == "cuda":
-        free, total = torch.cuda.mem_get_info(crew.device)
+        free, total = torch.cuda.mem_get_info(peers.device)
         virtual = virtual_devices()
-        tensors = crew.gather(torch.cuda.memory_reserved(crew.device))
+        tensors = peers.gather(torch.cuda.memory_reserved(peers.device))
         if virtual is None:
-            memory, reserved = total, total - free - tensors[crew.rank]
+            memory, reserved = total, total - free - tensors[peers.rank]
         else:
-            memory, reserved = total // virtual, (total - free - sum(tensors)) // crew.world
-        reserved += workspace_bytes(crew.device)
+            memory, reserved = total // virtual, (total - free - sum(tensors)) // peers.world
+        reserved += workspace_bytes(peers.device)
     else:
         reserved = _resident_bytes()
-        memory = _available_bytes() // crew.local_world + reserved  # what this process holds is no longer available
+        memory = _available_bytes() // peers.local_world + reserved  # what this process holds is no longer available
     return DeviceFacts(
-        name=device_name(crew),
+        name=device_name(peers),
         memory_bytes=memory >> 20 << 20,
         reserved_bytes=min(reserved, memory // 2) >> 20 << 20,
         layer_flops=24 * _TOKENS[kind] * _HIDDEN[kind] ** 2,
@@ -55,26 +55,27 @@ def device_facts(crew: Crew) -> DeviceFacts:
     )
 
 
-def device_name(crew: Crew) -> str:
+def device_name(peers: Peers) -> str:
     """As its maker calls it."""
-    if crew.device.type != "cuda":
+    if peers.device.type != "cuda":
         return f"CPU process ({_processor()})"[:100]
-    virtual, name = virtual_devices(), torch.cuda.get_device_name(crew.device)
+    virtual, name = virtual_devices(), torch.cuda.get_device_name(peers.device)
     return (name if virtual is None else f"1/{virtual} of an {name}")[:100]
 
 
-def device_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
-    kind, device = crew.device.type, crew.device
+def device_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
+    """What is timed of this rank's device: products, memory, an optimizer's step."""
+    kind, device = peers.device.type, peers.device
     fp32 = _block(kind, torch.float32, device, _TOKENS[kind])
-    yield DeviceProbe.FP32, _computing(fp32, crew)
-    if crew.world > 1:
-        yield DeviceProbe.ALONE, _computing(fp32, crew) if crew.rank == 0 else Probe(_nothing)
+    yield DeviceProbe.FP32, _computing(fp32, peers)
+    if peers.world > 1:
+        yield DeviceProbe.ALONE, _computing(fp32, peers) if peers.rank == 0 else Probe(_nothing)
     if kind == "cuda" and torch.cuda.is_bf16_supported():
-        yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device, _TOKENS[kind]), crew)
-    yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), crew)
-    yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), crew)
-    if crew.world > 1:
-        yield from _overlap_probes(crew)
+        yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device, _TOKENS[kind]), peers)
+    yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), peers)
+    yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), peers)
+    if peers.world > 1:
+        yield from _overlap_probes(peers)
 
 
 def _nothing(calls: int) -> tuple[float, ...]:
@@ -82,13 +83,13 @@ def _nothing(calls: int) -> tuple[float, ...]:
     return ()
 
 
-def _computing(work: Callable[[], object], crew: Crew) -> Probe:
-    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, crew.compute_clock))
+def _computing(work: Callable[[], object], peers: Peers) -> Probe:
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), peers.device, peers.compute_clock))
 
 
-def _waiting(work: Callable[[], object], crew: Crew) -> Probe:
+def _waiting(work: Callable[[], object], peers: Peers) -> Probe:
     """For work that waits for others in between."""
-    return Probe(lambda calls: seconds_of_calls(calls, _once(work), crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of_calls(calls, _once(work), peers.device, lead_in=True), by_wall_clock=True)
 
 
 def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
@@ -141,13 +142,13 @@ def _optimizer_step(parameters: int, device: torch.device) -> Callable[[], objec
     return torch_class(MEASURED_OPTIMIZER)(owned, fused=True).step
 
 
-def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
+def _overlap_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
     """Layers, and sums over all devices that take about as long: each by itself, then at once, in turns that wait for
     both, as training does from layer to layer."""
-    layer = _layer_both_ways(crew.device)
-    largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=crew.device)), crew)[-1]
-    message = torch.zeros(largest // 4, device=crew.device)
-    lasting = crew.gather([_seconds(layer, crew), _seconds(lambda: dist.all_reduce(message), crew)])
+    layer = _layer_both_ways(peers.device)
+    largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=peers.device)), peers)[-1]
+    message = torch.zeros(largest // 4, device=peers.device)
+    lasting = peers.gather([_seconds(layer, peers), _seconds(lambda: dist.all_reduce(message), peers)])
     layer_s, sum_s = (max(each) for each in zip(*lasting, strict=True))
     layers, sums = max(1, round(sum_s / layer_s)), max(1, round(layer_s / sum_s))
 
@@ -168,9 +169,9 @@ def _overlap_probes(crew: Crew) -> Iterator[tuple[DeviceProbe, Probe]]:
         compute()
         end_sums(begun)
 
-    yield DeviceProbe.COMPUTE, _waiting(_in_turns(compute), crew)
-    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: end_sums(begin_sums())), crew)
-    yield DeviceProbe.OVERLAP, _waiting(_in_turns(both), crew)
+    yield DeviceProbe.COMPUTE, _waiting(_in_turns(compute), peers)
+    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: end_sums(begin_sums())), peers)
+    yield DeviceProbe.OVERLAP, _waiting(_in_turns(both), peers)
 
 
 def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:
@@ -181,14 +182,14 @@ def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def _seconds(work: Callable[[], object], crew: Crew) -> float:
+def _seconds(work: Callable[[], object], peers: Peers) -> float:
     work()
-    crew.wait_for_device()
-    crew.meet()
+    peers.wait_for_device()
+    peers.meet()
     started = time.perf_counter()
     for _ in range(5):
         work()
-    crew.wait_for_device()
+    peers.wait_for_device()
     return (time.perf_counter() - started) / 5
 
 

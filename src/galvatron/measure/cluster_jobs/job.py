@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from galvatron.measure.cluster_jobs.findings import ClusterFindings, ClusterProbe
 
 if TYPE_CHECKING:
-    from galvatron.processes.crew import Crew
+    from galvatron.processes.peers import Peers
 
 __all__ = ["ClusterJob"]
 
@@ -26,24 +26,24 @@ class ClusterJob:
     def prepare(self) -> None:
         from galvatron.measure.cluster_jobs import compute, links  # noqa: F401
 
-    def measure(self, crew: Crew) -> ClusterFindings:
+    def measure(self, peers: Peers) -> ClusterFindings:
         import torch.distributed as dist
 
         from galvatron.measure.cluster_jobs.compute import device_facts, device_probes
         from galvatron.measure.cluster_jobs.links import link_probes
         from galvatron.measure.timing import Probe, Rounds, measure_in_turns
 
-        crew.join()
+        peers.join()
         try:
-            probes: dict[ClusterProbe, Probe] = {**dict(device_probes(crew)), **dict(link_probes(crew))}
-            block_s = self.block_s * min(crew.contention, 2.0)
-            found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=block_s), crew)
+            probes: dict[ClusterProbe, Probe] = {**dict(device_probes(peers)), **dict(link_probes(peers))}
+            block_s = self.block_s * min(peers.contention, 2.0)
+            found = measure_in_turns(probes, Rounds(count=self.rounds, block_s=block_s), peers)
             return ClusterFindings(
-                devices=crew.world,
-                per_node=crew.local_world,
-                device=device_facts(crew),
+                devices=peers.world,
+                per_node=peers.local_world,
+                device=device_facts(peers),
                 backend=dist.get_backend(),
-                contention=crew.contention,
+                contention=peers.contention,
                 blocks=found,
             )
         finally:

@@ -10,34 +10,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Collective, Digit
+from galvatron.core.spec import Collective, Factor
 from galvatron.measure.cluster_jobs.findings import GroupProbe, TransferProbe
 from galvatron.measure.cluster_jobs.messages import Sizes, sizes_for
-from galvatron.measure.cluster_jobs.shapes import digits_of, groups_of, shapes
+from galvatron.measure.cluster_jobs.shapes import factors_of, groups_of, shapes
 from galvatron.measure.timing import Probe, seconds_of_calls
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 from galvatron.runtime import collectives
 
 __all__ = ["link_probes"]
 
 
-def link_probes(crew: Crew) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]]:
+def link_probes(peers: Peers) -> Iterator[tuple[GroupProbe | TransferProbe, Probe]]:
     """All probes of links; makes the groups they need, so every rank must take all of them."""
-    sizes: dict[tuple[Digit, ...], Sizes] = {}
-    for digits in shapes(crew.world):
-        partition = groups_of(crew.world, digits)
-        own = next(ranks for ranks in partition if crew.rank in ranks)
+    sizes: dict[tuple[Factor, ...], Sizes] = {}
+    for factors in shapes(peers.world):
+        partition = groups_of(peers.world, factors)
+        own = next(ranks for ranks in partition if peers.rank in ranks)
         group = _group(partition, own)
-        sizes[digits] = sizes_for(partial(_sum, group, crew), crew)
+        sizes[factors] = sizes_for(partial(_sum, group, peers), peers)
         for collective in Collective:
-            for size in sizes[digits]:
+            for size in sizes[factors]:
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
-                yield key, _collective_probe(collective, group, size, crew)
-    for digit in digits_of(crew.world):
+                yield key, _collective_probe(collective, group, size, peers)
+    for factor in factors_of(peers.world):
         for alone in (False, True):
-            for size in sizes[(digit,)]:
-                way = TransferProbe(stride=digit.stride, alone=alone, message_bytes=size)
-                yield way, _transfer_probe(digit.stride, alone, size, crew)
+            for size in sizes[(factor,)]:
+                variant = TransferProbe(stride=factor.stride, alone=alone, message_bytes=size)
+                yield variant, _transfer_probe(factor.stride, alone, size, peers)
 
 
 def _group(partition: list[tuple[int, ...]], own: tuple[int, ...]) -> ProcessGroup:
@@ -50,15 +50,15 @@ def _group(partition: list[tuple[int, ...]], own: tuple[int, ...]) -> ProcessGro
     return group
 
 
-def _sum(group: ProcessGroup, crew: Crew, size: int) -> None:
-    collectives.all_reduce(torch.zeros(size // 4, device=crew.device), group)
+def _sum(group: ProcessGroup, peers: Peers, size: int) -> None:
+    collectives.all_reduce(torch.zeros(size // 4, device=peers.device), group)
 
 
-def _collective_probe(collective: Collective, group: ProcessGroup, size: int, crew: Crew) -> Probe:
+def _collective_probe(collective: Collective, group: ProcessGroup, size: int, peers: Peers) -> Probe:
     """As the runtime does it, results allocated anew included."""
     elements = size // 4 // group.size() * group.size()
-    whole = torch.zeros(elements, device=crew.device)
-    part = torch.zeros(elements // group.size(), device=crew.device)
+    whole = torch.zeros(elements, device=peers.device)
+    part = torch.zeros(elements // group.size(), device=peers.device)
     work: dict[Collective, Callable[[], Tensor]] = {
         Collective.ALL_REDUCE: lambda: collectives.all_reduce(whole, group),
         Collective.ALL_GATHER: lambda: collectives.all_gather(part, group),
@@ -70,16 +70,16 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, cr
         run()
         mark()
 
-    return Probe(lambda calls: seconds_of_calls(calls, once, crew.device, lead_in=True), by_wall_clock=True)
+    return Probe(lambda calls: seconds_of_calls(calls, once, peers.device, lead_in=True), by_wall_clock=True)
 
 
-def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
+def _transfer_probe(stride: int, alone: bool, size: int, peers: Peers) -> Probe:
     """Each device of a stage sends to its peer in the next one, as between two stages of so many devices; or only the
     first does. The peers say how long it took: a sender is done when the system has taken what it sends."""
-    buffer = torch.zeros(size // 4, device=crew.device)
-    sends = crew.rank // stride % 2 == 0
-    peer = crew.rank + stride if sends else crew.rank - stride
-    taking_part = 0 <= peer < crew.world and (not alone or min(crew.rank, peer) == 0)
+    buffer = torch.zeros(size // 4, device=peers.device)
+    sends = peers.rank // stride % 2 == 0
+    peer = peers.rank + stride if sends else peers.rank - stride
+    taking_part = 0 <= peer < peers.world and (not alone or min(peers.rank, peer) == 0)
     operation = dist.isend if sends else dist.irecv
 
     def once(mark: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ def _transfer_probe(stride: int, alone: bool, size: int, crew: Crew) -> Probe:
         mark()
 
     def run(calls: int) -> tuple[float, ...]:
-        seconds = seconds_of_calls(calls, once, crew.device, lead_in=True) if taking_part else ()
+        seconds = seconds_of_calls(calls, once, peers.device, lead_in=True) if taking_part else ()
         return () if sends else seconds
 
     return Probe(run, by_wall_clock=True)

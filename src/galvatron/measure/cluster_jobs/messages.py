@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from galvatron.processes.crew import Crew
+from galvatron.processes.peers import Peers
 
 __all__ = ["USUAL", "Sizes", "sizes_for", "sizes_within"]
 
@@ -23,20 +23,20 @@ _TRIES = 3
 """The quickest counts: a pause of the machine must not make a fast link's messages small."""
 
 
-def sizes_for(send: Callable[[int], object], crew: Crew) -> Sizes:
+def sizes_for(send: Callable[[int], object], peers: Peers) -> Sizes:
     """The sizes for a link, by what a first message over it takes; ``send``: sends one of so many bytes. The same on
     every rank."""
-    usual = USUAL[crew.device.type]
+    usual = USUAL[peers.device.type]
     send(usual[0])  # connections are made by the first
     tries = []
     for _ in range(_TRIES):
-        crew.wait_for_device()
-        crew.meet()
+        peers.wait_for_device()
+        peers.meet()
         started = time.perf_counter()
         send(usual[1])
-        crew.wait_for_device()
+        peers.wait_for_device()
         tries.append(time.perf_counter() - started)
-    return sizes_within(usual, max(crew.gather(min(tries))))
+    return sizes_within(usual, max(peers.gather(min(tries))))
 
 
 def sizes_within(usual: Sizes, middle_s: float) -> Sizes:

@@ -5,54 +5,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 
-from galvatron.core.spec import Digit, prime_factors
+from galvatron.core.spec import Factor, prime_factors
 
-__all__ = ["digits_of", "groups_of", "islands", "shapes"]
+__all__ = ["factors_of", "groups_of", "islands", "shapes"]
 
 _ALL_SUBSETS = 3
-"""Up to so many digits (8 devices) every subset is measured; beyond, those that a single axis can own."""
+"""Up to so many factors (8 devices) every subset is measured; beyond, those that a single axis can own."""
 _CLEARLY = 1.5
 """Factor between bandwidths from which on links are held to be different."""
 
 
-def digits_of(devices: int) -> tuple[Digit, ...]:
-    """The digits of a rank, innermost first."""
-    digits, stride = [], 1
+def factors_of(devices: int) -> tuple[Factor, ...]:
+    """The factors of a rank, innermost first."""
+    factors, stride = [], 1
     for prime in reversed(prime_factors(devices)):
-        digits.append(Digit(stride, prime))
+        factors.append(Factor(stride, prime))
         stride *= prime
-    return tuple(digits)
+    return tuple(factors)
 
 
-def shapes(devices: int) -> list[tuple[Digit, ...]]:
-    """The digits in which members of a group differ, for every shape to be measured."""
-    digits = digits_of(devices)
-    count = len(digits)
+def shapes(devices: int) -> list[tuple[Factor, ...]]:
+    """The factors in which members of a group differ, for every shape to be measured."""
+    factors = factors_of(devices)
+    count = len(factors)
     if count <= _ALL_SUBSETS:
-        return [subset for size in range(1, count + 1) for subset in combinations(digits, size)]
-    return [digits[first:last] for first in range(count) for last in range(first + 1, count + 1)]
+        return [subset for size in range(1, count + 1) for subset in combinations(factors, size)]
+    return [factors[first:last] for first in range(count) for last in range(first + 1, count + 1)]
 
 
-def groups_of(devices: int, digits: Sequence[Digit]) -> list[tuple[int, ...]]:
-    """All groups of that shape: the devices in parts whose members differ in these digits only."""
+def groups_of(devices: int, factors: Sequence[Factor]) -> list[tuple[int, ...]]:
+    """All groups of that shape: the devices in parts whose members differ in these factors only."""
     groups: dict[int, list[int]] = {}
     for rank in range(devices):
-        first = rank - sum(rank // digit.stride % digit.radix * digit.stride for digit in digits)
+        first = rank - sum(rank // factor.stride % factor.size * factor.stride for factor in factors)
         groups.setdefault(first, []).append(rank)
     return [tuple(group) for group in groups.values()]
 
 
-def islands(digits: Sequence[Digit], bytes_per_s: Mapping[int, float], per_node: int) -> list[tuple[Digit, ...]]:
-    """The digits of each level of islands, innermost first.
+def islands(factors: Sequence[Factor], bytes_per_s: Mapping[int, float], per_node: int) -> list[tuple[Factor, ...]]:
+    """The factors of each level of islands, innermost first.
 
-    ``bytes_per_s``: what neighbours along each digit get, by its stride. Inside a node a level ends where the next
-    digit's links are clearly slower; between nodes one always ends.
+    ``bytes_per_s``: what neighbours along each factor get, by its stride. Inside a node a level ends where the next
+    factor's links are clearly slower; between nodes one always ends.
     """
-    levels = [[digits[0]]]
-    for before, digit in pairwise(digits):
-        slower = bytes_per_s[before.stride] / bytes_per_s[digit.stride] > _CLEARLY
-        leaves_node = digit.stride == per_node
-        if leaves_node or (slower and digit.block <= per_node):
+    levels = [[factors[0]]]
+    for before, factor in pairwise(factors):
+        slower = bytes_per_s[before.stride] / bytes_per_s[factor.stride] > _CLEARLY
+        leaves_node = factor.stride == per_node
+        if leaves_node or (slower and factor.block <= per_node):
             levels.append([])
-        levels[-1].append(digit)
+        levels[-1].append(factor)
     return [tuple(level) for level in levels]

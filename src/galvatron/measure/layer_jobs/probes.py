@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
 
-__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Way", "probes_of", "ways_of"]
+__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "probes_of", "variants_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Variant:
     """A kind of layer, split in one way."""
 
     layer: str
@@ -45,7 +45,7 @@ class Way:
 class LayerProbe:
     """So many samples through a layer, forward and backward."""
 
-    way: Way
+    variant: Variant
     samples: int
 
 
@@ -66,7 +66,7 @@ class LayerFindings:
 
     device: str
     blocks: dict[LayerProbe, list[Block]]
-    memory: dict[Way, list[LayerBytes]]
+    memory: dict[Variant, list[LayerBytes]]
 
 
 _MOST = 8
@@ -77,11 +77,11 @@ _MEMORY_SHARE = 0.25
 """Of a device's memory, for the inputs of a layer and what it saves of them."""
 
 
-def ways_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way, ...]:
+def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Variant, ...]:
     """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
     other = [
-        Way(
+        Variant(
             layer=kind.name,
             index=first[kind.name],
             tp=1,
@@ -94,7 +94,7 @@ def ways_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way
         if not sharded or (devices > 1 and kind.parameters)
     ]
     split = [
-        Way(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
+        Variant(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
         for kind in model.kinds
         for degree in degrees
         if degree == 1 or (kind.tensor_parallel is not None and kind.allows_tensor_parallel(degree))
@@ -104,7 +104,7 @@ def ways_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Way
     return (*split, *other)
 
 
-def probes_of(model: ModelSpec, cluster: Cluster, ways: Sequence[Way]) -> tuple[LayerProbe, ...]:
+def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -> tuple[LayerProbe, ...]:
     """Each way with one sample and with more, as far as time and memory go.
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
@@ -112,17 +112,17 @@ def probes_of(model: ModelSpec, cluster: Cluster, ways: Sequence[Way]) -> tuple[
     """
     kinds = {kind.name: kind for kind in model.kinds}
     probes = []
-    for way in ways:
-        most = _most(kinds[way.layer], way, model, cluster)
+    for variant in variants:
+        most = _most(kinds[variant.layer], variant, model, cluster)
         counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
-        probes += [LayerProbe(way=way, samples=count) for count in counts]
+        probes += [LayerProbe(variant=variant, samples=count) for count in counts]
     return tuple(probes)
 
 
-def _most(kind: LayerSpec, way: Way, model: ModelSpec, cluster: Cluster) -> int:
+def _most(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> int:
     """At least two, so that there is a line."""
-    parts = way.tp if kind.tensor_parallel is not None else 1
+    parts = variant.tp if kind.tensor_parallel is not None else 1
     one_s = 3 * kind.forward_flops / parts / cluster.device.flops_per_s(model.training.precision)
     one_bytes = kind.split_activation_bytes / parts + kind.replicated_activation_bytes + kind.boundary_bytes
     room = _MEMORY_SHARE * cluster.device.memory_bytes
-    return max(2, int(min(_MOST * way.tp, _LONGEST_S / max(one_s, 1e-9), room / max(one_bytes, 1))))
+    return max(2, int(min(_MOST * variant.tp, _LONGEST_S / max(one_s, 1e-9), room / max(one_bytes, 1))))

@@ -14,16 +14,17 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
 from galvatron.families.layer import Activations
-from galvatron.families.registry import cut
-from galvatron.measure.layer_jobs.probes import LayerBytes, Way
+from galvatron.families.registry import layered_model
+from galvatron.measure.layer_jobs.probes import LayerBytes, Variant
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
-from galvatron.processes.crew import Crew
-from galvatron.runtime.assembly import Assembly, Settings, assemble
+from galvatron.processes.peers import Peers
+from galvatron.runtime.assembly import Assembly, RankStage, assemble
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
-from galvatron.runtime.layout.slice_gather import Placements
+from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["Bench"]
 
@@ -35,33 +36,33 @@ _CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 class Bench:
     """Runs layers of one model on this rank's device."""
 
-    def __init__(self, model: ModelSpec, crew: Crew) -> None:
+    def __init__(self, model: ModelSpec, peers: Peers) -> None:
         if model.config is None:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
-        self._model, self._crew = model, crew
+        self._model, self._peers = model, peers
         stock = build_meta(model.config, model.training, as_named=model.family == "generic")
-        self._cut = cut(stock)
-        self._weights = CheapWeights(self._cut)
+        self._layered = layered_model(stock)
+        self._weights = CheapWeights(self._layered)
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
-        self._settings = Settings(device=crew.device, dtype=narrow, master_dtype=torch.float32, seed=0)
-        self._assemblies: dict[Way, Assembly] = {}
+        self._settings = ComputeSettings(device=peers.device, dtype=narrow, master_dtype=torch.float32, seed=0)
+        self._assemblies: dict[Variant, Assembly] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
-        self._elsewhere = torch.zeros(_CACHE_BYTES[crew.device.type] // 4, device=crew.device)
+        self._elsewhere = torch.zeros(_CACHE_BYTES[peers.device.type] // 4, device=peers.device)
 
-    def probe(self, way: Way, samples: int) -> Probe:
-        run = self._run(way, samples)
-        clock = self._crew.compute_clock
-        return Probe(lambda calls: seconds_of_calls(calls, run, self._crew.device, clock)[1::2])
+    def probe(self, variant: Variant, samples: int) -> Probe:
+        run = self._run(variant, samples)
+        clock = self._peers.compute_clock
+        return Probe(lambda calls: seconds_of_calls(calls, run, self._peers.device, clock)[1::2])
 
-    def memory(self, way: Way, samples: Sequence[int]) -> list[LayerBytes]:
+    def memory(self, variant: Variant, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
-        return [self._weigh(way, count) for count in (min(samples), max(samples))]
+        return [self._weigh(variant, count) for count in (min(samples), max(samples))]
 
-    def _weigh(self, way: Way, samples: int) -> LayerBytes:
-        run = _Run(self, way, samples)
+    def _weigh(self, variant: Variant, samples: int) -> LayerBytes:
+        run = _Run(self, variant, samples)
         run.forward()
         run.backward()  # so that gradients have their place
-        meter = meter_for(self._crew.device)
+        meter = meter_for(self._peers.device)
         with meter:
             with meter.phase("forward"):
                 run.forward()
@@ -72,8 +73,8 @@ class Bench:
         saved = after.start - before.start + run.input_bytes - run.output_bytes
         return LayerBytes(samples=samples, saved=saved, transient=after.peak - after.start)
 
-    def _run(self, way: Way, samples: int) -> Callable[[Callable[[], None]], None]:
-        run = _Run(self, way, samples)
+    def _run(self, variant: Variant, samples: int) -> Callable[[Callable[[], None]], None]:
+        run = _Run(self, variant, samples)
 
         def parts(mark: Callable[[], None]) -> None:
             for work in (run.forward, run.backward):
@@ -90,35 +91,36 @@ class Bench:
 
     # What a run is made of
 
-    def assembly(self, way: Way) -> Assembly:
+    def assembly(self, variant: Variant) -> Assembly:
         """One for all numbers of samples: its weights take memory."""
-        if way not in self._assemblies:
-            stage = self._stage(way)
-            rows = way.ranks // way.tp
-            placements = Placements([stage.strategies[0].layout], rows)
-            pool = GroupPool(needed_groups([stage], rows, self._cut.ties, GPIPE), self._settings.device)
-            self._assemblies[way] = assemble(
-                self._cut, stage, [stage], placements, pool, 0, self._weights, self._settings
-            )
-            for unit in self._assemblies[way].units:
+        if variant not in self._assemblies:
+            stage = self._stage(variant)
+            rows = variant.ranks // variant.tp
+            assignments = RowAssignments([stage.strategies[0].batch_factors], rows)
+            pool = GroupPool(needed_groups([stage], rows, self._layered.ties, GPIPE), self._settings.device)
+            mine = RankStage(plan=stage, stages=[stage], assignments=assignments, rank=0)
+            self._assemblies[variant] = assemble(self._layered, mine, pool, self._weights, self._settings)
+            for unit in self._assemblies[variant].units:
                 unit.refresh()
                 unit.begin()
-        return self._assemblies[way]
+        return self._assemblies[variant]
 
-    def _stage(self, way: Way) -> StagePlan:
-        return StagePlan(ranks=tuple(range(way.ranks)), first=way.index, strategies=(Strategy.parse(way.strategy),))
+    def _stage(self, variant: Variant) -> StagePlan:
+        return StagePlan(
+            ranks=tuple(range(variant.ranks)), first=variant.index, strategies=(Strategy.parse(variant.strategy),)
+        )
 
-    def inputs(self, way: Way, samples: int) -> tuple[Activations, MicroBatch, int]:
+    def inputs(self, variant: Variant, samples: int) -> tuple[Activations, MicroBatch, int]:
         """Random activations, the micro-batch they belong to, and how many targets that has."""
-        generator, layout = torch.Generator().manual_seed(0), self._stage(way).strategies[0].layout
-        rows = samples * (way.ranks // way.tp)
-        batch = self._cut.example(rows, self._model.training.sequence_length, generator)
-        needs = [self._cut.layers[way.index].inputs]
-        device, dtype = self._settings.device, self._settings.dtype
-        reader = Reader(self._cut, needs, Placements([layout], rows), 0, micro_batches=1, device=device, dtype=dtype)
+        generator, factors = torch.Generator().manual_seed(0), self._stage(variant).strategies[0].batch_factors
+        rows = samples * (variant.ranks // variant.tp)
+        batch = self._layered.example(rows, self._model.training.sequence_length, generator)
+        needs = [self._layered.layers[variant.index].inputs]
+        assignments = RowAssignments([factors], rows)
+        reader = Reader(self._layered, needs, assignments, 0, micro_batches=1, settings=self._settings)
         local = reader.local(batch)
-        parts = way.tp if way.sequence_parallel else 1
-        shapes = self._cut.carried(way.index, local.shapes) if way.index else ()
+        parts = variant.tp if variant.sequence_parallel else 1
+        shapes = self._layered.carried(variant.index, local.shapes) if variant.index else ()
         tensors = tuple(
             self._random(number, samples, (shape[0] // parts, *shape[1:])) for number, shape in enumerate(shapes)
         )
@@ -133,17 +135,17 @@ class Bench:
             self._kept[number, *shape] = kept.normal_(std=_SPREAD)
         return kept[:samples].detach().requires_grad_()
 
-    def is_last(self, way: Way) -> bool:
-        return way.index == len(self._cut.layers) - 1
+    def is_last(self, variant: Variant) -> bool:
+        return variant.index == len(self._layered.layers) - 1
 
 
 class _Run:
     """One layer with the samples it is given again and again."""
 
-    def __init__(self, bench: Bench, way: Way, samples: int) -> None:
-        self._assembly = bench.assembly(way)
-        self._inputs, self._micro_batch, self._targets = bench.inputs(way, samples)
-        self._first, self._last = way.index == 0, bench.is_last(way)
+    def __init__(self, bench: Bench, variant: Variant, samples: int) -> None:
+        self._assembly = bench.assembly(variant)
+        self._inputs, self._micro_batch, self._targets = bench.inputs(variant, samples)
+        self._first, self._last = variant.index == 0, bench.is_last(variant)
         self._outputs: Activations = ()
         self.input_bytes = _bytes(self._inputs)
         self.output_bytes = 0

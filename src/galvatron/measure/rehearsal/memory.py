@@ -41,6 +41,7 @@ class Meter(AbstractContextManager["Meter"], ABC):
 
 
 def meter_for(device: torch.device) -> Meter:
+    """The meter that can measure this device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from galvatron.core.errors import GalvatronError, InvalidInput
 from galvatron.measure.rehearsal.results import Measured, Rehearsal
 from galvatron.planner.plan.plan import Plan
-from galvatron.processes.environment import unset
+from galvatron.processes.environment import defaults_if_unset
 
 __all__ = ["Job", "first_ranks", "rehearse"]
 
@@ -80,7 +80,7 @@ def _run(job: Job) -> Measured:
         done = subprocess.run(
             [sys.executable, "-m", "galvatron.measure.rehearsal", str(answer)],
             input=pickle.dumps(job),
-            env={**os.environ, **unset()},
+            env={**os.environ, **defaults_if_unset()},
             capture_output=True,
             check=False,
         )

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from galvatron.families.build import build_meta
-from galvatron.families.layer import CutModel
-from galvatron.families.registry import cut
+from galvatron.families.layer import LayeredModel
+from galvatron.families.registry import layered_model
 from galvatron.measure.rehearsal.alone import alone_as, kernels_for
 from galvatron.measure.rehearsal.memory import CudaMeter, meter_for
 from galvatron.measure.rehearsal.results import Measured
@@ -35,9 +35,9 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
     The process group may be a real one. Memory is counted from before the model is built; the batch is older.
     """
     assert plan.model.config is not None
-    cut_model = cut(build_meta(plan.model.config, plan.model.training))
-    weights = CheapWeights(cut_model)
-    batch = _batch(cut_model, plan)
+    layered = layered_model(build_meta(plan.model.config, plan.model.training))
+    weights = CheapWeights(layered)
+    batch = _batch(layered, plan)
     meter = meter_for(device)
     with kernels_for(device), meter:
         model = parallelize(None, plan, weights=weights, device=device, check=False)  # there may be no others
@@ -66,8 +66,8 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
     )
 
 
-def _batch(cut_model: CutModel, plan: Plan) -> dict[str, torch.Tensor]:
-    return cut_model.example(plan.batch, plan.model.training.sequence_length, torch.Generator().manual_seed(0))
+def _batch(layered: LayeredModel, plan: Plan) -> dict[str, torch.Tensor]:
+    return layered.example(plan.batch, plan.model.training.sequence_length, torch.Generator().manual_seed(0))
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

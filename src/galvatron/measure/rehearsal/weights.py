@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from galvatron.families.layer import CutModel
+from galvatron.families.layer import LayeredModel
 from galvatron.families.weights import parameters_of
 
 __all__ = ["CheapWeights"]
@@ -20,8 +20,8 @@ _SPREAD = 0.02
 class CheapWeights:
     """Row i, column j of a matrix is number 2i + j of the pool; vectors (norms, biases) are about one."""
 
-    def __init__(self, cut_model: CutModel) -> None:
-        self._layers = parameters_of(cut_model)
+    def __init__(self, layered: LayeredModel) -> None:
+        self._layers = parameters_of(layered)
         shapes = [own.shape for layer in self._layers for own in layer]
         longest = max(_reach(shape) for shape in shapes)
         self._matrices = torch.randn(longest, generator=torch.Generator().manual_seed(0)) * _SPREAD

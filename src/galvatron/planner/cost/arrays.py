@@ -28,7 +28,7 @@ class LayerArrays:
     split_parameters: Floats
     replicated_parameters: Floats
     tied_parameters: Floats
-    lent_parameters: Floats
+    shared_parameters: Floats
     """Of the first layer: those that later layers are tied to."""
     forward_s: Floats
     """Of one sample, of the part that one device computes: already divided by TP."""
@@ -75,18 +75,21 @@ class StrategyArrays:
 def layer_arrays(
     model: ModelSpec, cluster: Cluster, profile: ModelProfile | None, strategies: Sequence[Strategy]
 ) -> LayerArrays:
+    """The kinds of layer of a model as arrays, for these strategies."""
     kinds = model.kinds
     feeds: dict[str, int] = {kinds[0].name: kinds[0].boundary_bytes}
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
-    ways = [
-        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_digits))
+    variants = [
+        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_factors))
         for strategy in strategies
     ]
     measured = {
-        (kind.name, way): _measured(kind, way, model, cluster, profile) for kind in kinds for way in dict.fromkeys(ways)
+        (kind.name, variant): _measured(kind, variant, model, cluster, profile)
+        for kind in kinds
+        for variant in dict.fromkeys(variants)
     }
-    table = np.array([[measured[kind.name, way] for way in ways] for kind in kinds], dtype=np.float64)
+    table = np.array([[measured[kind.name, variant] for variant in variants] for kind in kinds], dtype=np.float64)
     columns = np.moveaxis(table, 2, 0)
     forward_s, backward_s, *fixed_and_least, recompute_s, activations, transients = columns
     forward_fixed_s, backward_fixed_s, forward_least_s, backward_least_s = fixed_and_least
@@ -95,13 +98,13 @@ def layer_arrays(
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]
 
-    lent = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
+    shared = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
     whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
     return LayerArrays(
         split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
-        lent_parameters=column(lent),
+        shared_parameters=column(shared),
         forward_s=forward_s,
         backward_s=backward_s,
         forward_fixed_s=forward_fixed_s,
@@ -138,13 +141,13 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
 
 
 def _measured(
-    kind: LayerSpec, way: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+    kind: LayerSpec, variant: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
 ) -> tuple[float, ...]:
     """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
     Where the profile knows a smaller degree only, what one sample takes is divided further.
     """
-    tp, sequence_parallel, sharded = way
+    tp, sequence_parallel, sharded = variant
     overhead_s = cluster.device.layer_overhead_s
     time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
     memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
@@ -171,10 +174,12 @@ def _measured(
 
 
 def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:
+    """These strategies as arrays, with the links that each axis spans on the cluster."""
+
     def groups(kind: Kind) -> GroupLinks:
         return GroupLinks.of(
             [strategy.degree(kind) for strategy in strategies],
-            [strategy.digits(kind) for strategy in strategies],
+            [strategy.factors(kind) for strategy in strategies],
             cluster,
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Collective, Digit
+from galvatron.core.spec import Cluster, Collective, Factor
 
 __all__ = ["Floats", "GroupLinks", "all_gather_s", "all_reduce_s", "overlapped_s", "reduce_scatter_s", "transfer_s"]
 
@@ -32,11 +32,11 @@ class GroupLinks:
         self.all_gather, self.reduce_scatter, self.all_reduce = all_gather, reduce_scatter, all_reduce
 
     @classmethod
-    def of(cls, sizes: Sequence[int], digits: Sequence[frozenset[Digit]], cluster: Cluster) -> GroupLinks:
-        """Of groups whose members differ in these digits."""
+    def of(cls, sizes: Sequence[int], factors: Sequence[frozenset[Factor]], cluster: Cluster) -> GroupLinks:
+        """Of groups whose members differ in these factors."""
 
         def passes(collective: Collective) -> Passes:
-            links = [cluster.link(each, collective) for each in digits]
+            links = [cluster.link(each, collective) for each in factors]
             return np.array([link.bytes_per_s for link in links]), np.array([link.latency_s for link in links])
 
         return cls(

@@ -13,7 +13,7 @@ from galvatron.core.spec import Device, OptimizerSpec
 from galvatron.planner.cost.arrays import LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 
-__all__ = ["backward_s", "forward_s", "lent_parameters", "local_parameters", "optimizer_s"]
+__all__ = ["backward_s", "forward_s", "local_parameters", "optimizer_s", "shared_parameters"]
 
 
 def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
@@ -38,10 +38,10 @@ def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_he
     return parameters
 
 
-def lent_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+def shared_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
     """Of those, the ones that later layers of the stage are tied to."""
-    lent: Floats = layers.lent_parameters * tied_here / np.where(layers.splits > 0, strategies.tp.size, 1.0)
-    return lent
+    shared: Floats = layers.shared_parameters * tied_here / np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    return shared
 
 
 def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device, optimizer: OptimizerSpec) -> Floats:

@@ -24,7 +24,7 @@ class Conventions:
     its whole gradient, which is reduced in fp32."""
     layers_prefetched: int
     """Where it does, layers whose parameters are gathered ahead of the one that runs backward."""
-    lent_stay_gathered: bool
+    shared_stay_gathered: bool
     """Whether SDP keeps weights that later layers borrow gathered, from their first use to their last."""
     late_gradients: bool
     """Whether the place of a shard's gradient is made only when the first micro-batch's is reduced."""
@@ -35,8 +35,8 @@ class Conventions:
     whole_tensors_in_tp: bool
     """Whether a layer's backward under TP counts the boundary tensors that are whole on each rank, and what a profile
     measured of it; the paper's figures are fitted without."""
-    prices_borrowing: bool
-    """Whether a layer pays to borrow a tied weight that its owner splits otherwise; else all are held to split it
+    prices_resplits: bool
+    """Whether a layer pays to use it a tied weight that its owner splits otherwise; else all are held to split it
     alike."""
     counts_rows: bool
     """Whether Slice-Gather of a micro-batch with too few rows gathers it whole; the paper's prices know no rows."""
@@ -47,12 +47,12 @@ GALVATRON = Conventions(
     gather_ahead=True,
     sdp_buffers_in_backward=True,
     layers_prefetched=1,
-    lent_stay_gathered=True,
+    shared_stay_gathered=True,
     late_gradients=True,
     largest_layers_kept=0,
     pipeline_transients=1,
     whole_tensors_in_tp=True,
-    prices_borrowing=True,
+    prices_resplits=True,
     counts_rows=True,
 )
 PAPER_SYSTEMS = Conventions(
@@ -60,12 +60,12 @@ PAPER_SYSTEMS = Conventions(
     gather_ahead=False,
     sdp_buffers_in_backward=False,
     layers_prefetched=0,
-    lent_stay_gathered=False,
+    shared_stay_gathered=False,
     late_gradients=False,
     largest_layers_kept=1,
     pipeline_transients=2,
     whole_tensors_in_tp=False,
-    prices_borrowing=False,
+    prices_resplits=False,
     counts_rows=False,
 )
 CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)

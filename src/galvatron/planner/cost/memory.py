@@ -18,7 +18,7 @@ __all__ = [
     "Weights",
     "activation_bytes",
     "late_gradient_bytes",
-    "lent_bytes",
+    "shared_bytes",
     "state_bytes",
     "transient_bytes",
     "working_bytes",
@@ -34,8 +34,8 @@ class Weights:
     """Parameters of each kind of layer under each strategy on one device, before data parallelism shards them."""
 
     held: Floats
-    lent: Floats
-    """Those of them that later layers of the stage borrow."""
+    shared: Floats
+    """Those of them that later layers of the stage use."""
 
 
 def state_bytes(
@@ -69,11 +69,11 @@ def late_gradient_bytes(
     return total
 
 
-def lent_bytes(lent: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
-    """Parameters that a layer lends to later ones of its stage (a tied head) stay gathered under SDP, from the first
+def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
+    """Parameters that a layer shares with later ones of its stage (a tied head) stay gathered under SDP, from the first
     use to the last. (ZeRO-2 keeps them gathered anyway.)"""
-    stays = (strategies.sdp.size > 1) & conventions.lent_stay_gathered
-    total: Floats = stays * precision.bytes * lent
+    stays = (strategies.sdp.size > 1) & conventions.shared_stay_gathered
+    total: Floats = stays * precision.bytes * shared
     return total
 
 
@@ -100,7 +100,7 @@ def transient_bytes(
     than its own are counted, for that one may not be sharded). FSDP2 lets go of the buffer a layer's gradient is
     reduced from when the next one reduces its own: there is such a buffer of the layer after it, whose activations are
     gone. And there is the layer's own gradient: a part of it while activations are many, all of it when they are gone;
-    under ZeRO-2 the larger of the two counts. Lent weights have their copy already, and nothing is prefetched behind
+    under ZeRO-2 the larger of the two counts. Shared weights have their copy already, and nothing is prefetched behind
     them.
     """
     parameters = weights.held
@@ -108,12 +108,12 @@ def transient_bytes(
     work = samples * (working_bytes(layers, strategies, conventions) + restored)
     sharded = strategies.sdp.size > 1
     gathers = sharded & conventions.sdp_buffers_in_backward
-    lent = np.where(gathers & conventions.lent_stay_gathered, weights.lent, 0)
-    whole = (parameters - lent) * precision.bytes
+    shared = np.where(gathers & conventions.shared_stay_gathered, weights.shared, 0)
+    whole = (parameters - shared) * precision.bytes
     growing = np.maximum(whole * _EARLY_GRADIENT, whole - work)
-    own = np.where(gathers, growing, 0) + lent * precision.bytes
-    ahead = np.where(lent > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
-    gathered = gathers * precision.bytes * (parameters - lent + conventions.layers_prefetched * ahead)
+    own = np.where(gathers, growing, 0) + shared * precision.bytes
+    ahead = np.where(shared > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
+    gathered = gathers * precision.bytes * (parameters - shared + conventions.layers_prefetched * ahead)
     freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
     buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
     reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from galvatron.core.spec import (
     GRADIENT_BYTES,
     Cluster,
-    Form,
+    Factors,
     Kind,
     Layout,
     ModelProfile,
@@ -37,7 +37,7 @@ from galvatron.planner.cost.communication import (
     transfer_s,
 )
 from galvatron.planner.cost.conventions import Conventions
-from galvatron.planner.cost.slice_gather import form_rates
+from galvatron.planner.cost.slice_gather import layout_rates
 from galvatron.planner.cost.tied import Resplit, resplit_bytes, resplit_s
 
 __all__ = ["NEVER", "CostModel", "Integers", "LayerCosts", "StageCosts", "Tables"]
@@ -108,23 +108,23 @@ class StageCosts:
         self.cost = cost
         self.strategies = strategies
         self.devices = cost.cluster.devices // pipeline_degree
-        self.layouts: tuple[Form, ...] = tuple(dict.fromkeys(strategy.form for strategy in strategies))
-        """What changes and transfers cost by: the form of the activations, which the search knows as a layout."""
-        numbers = {form: number for number, form in enumerate(self.layouts)}
-        self.layout_of: Integers = np.array([numbers[strategy.form] for strategy in strategies])
+        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(strategy.layout for strategy in strategies))
+        """What changes and transfers cost by: the layout of the activations."""
+        numbers = {layout: number for number, layout in enumerate(self.layouts)}
+        self.layout_of: Integers = np.array([numbers[strategy.layout] for strategy in strategies])
         self.data_degree: Integers = np.array([strategy.data_degree for strategy in strategies])
         self._layers = layer_arrays(cost.model, cost.cluster, cost.profile, strategies)
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
         self._allowed = np.array([[cost.model.allows(kind, s) for s in strategies] for kind in cost.model.kinds])
-        self._rates = form_rates(self.layouts, cost.cluster, always_by_digits=not cost.conventions.counts_rows)
-        whole: Layout = frozenset()
-        tensor = [strategy.digits(Kind.TP) for strategy in strategies]
-        self.splits: tuple[Layout, ...] = tuple(dict.fromkeys([whole, *tensor]))
-        """Ways to split a weight: not at all, or over the digits of a TP axis."""
-        ways = {split: number for number, split in enumerate(self.splits)}
+        self._rates = layout_rates(self.layouts, cost.cluster, always_factor_by_factor=not cost.conventions.counts_rows)
+        whole: Factors = frozenset()
+        tensor = [strategy.factors(Kind.TP) for strategy in strategies]
+        self.splits: tuple[Factors, ...] = tuple(dict.fromkeys([whole, *tensor]))
+        """Ways to split a weight: not at all, or over the factors of a TP axis."""
+        numbered = {split: number for number, split in enumerate(self.splits)}
         self.split_of: Integers = np.array(
-            [[ways[digits if kind.tensor_parallel else whole] for digits in tensor] for kind in cost.model.kinds]
+            [[numbered[factors if kind.tensor_parallel else whole] for factors in tensor] for kind in cost.model.kinds]
         )
         """(T, S) how each kind's weights are split."""
         self._stage_link = cost.cluster.stage_link(self.devices) if pipeline_degree > 1 else None
@@ -197,9 +197,9 @@ class StageCosts:
         possible = self._allowed & (micro_batch % self.data_degree == 0)
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
-        lent = computation.lent_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         states = memory.state_bytes(parameters, arrays, precision, self.cost.optimizer)
-        states = states + memory.lent_bytes(lent, arrays, precision, conventions)
+        states = states + memory.shared_bytes(shared, arrays, precision, conventions)
         states = states - memory.late_gradient_bytes(samples, parameters, micro_batches, layers, arrays, conventions)
         return Tables(
             time_ns=np.where(possible, time, NEVER),
@@ -208,7 +208,7 @@ class StageCosts:
             transient_bytes=_up(
                 memory.transient_bytes(
                     samples * self._working_sets(micro_batches),
-                    memory.Weights(parameters, lent),
+                    memory.Weights(parameters, shared),
                     layers,
                     arrays,
                     precision,
@@ -217,21 +217,21 @@ class StageCosts:
             ),
         )
 
-    def borrowing(self, kinds: Sequence[int], *, first: bool) -> list[int]:
-        """Places of the layers in a stage that share a tied weight, its owner before those that borrow it; fewer than
-        two: nobody borrows. ``first``: the stage begins with the model's first layer, to which all others are tied.
+    def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
+        """Places of the layers in a stage that share a tied weight, its owner before those that use it; fewer than
+        two: nobody shares one. ``first``: the stage begins with the model's first layer, to which all others are tied.
         """
-        if not self.cost.conventions.prices_borrowing or not self._layers.tied_parameters.any():
+        if not self.cost.conventions.prices_resplits or not self._layers.tied_parameters.any():
             return []
         return [
             place for place, kind in enumerate(kinds) if self._layers.tied_parameters[kind] or (first and not place)
         ]
 
     def resplit(self, micro_batch: int, owner: int) -> Resplit:
-        """What layers pay to borrow a weight whose owner splits it in the way of this number: (T, S)."""
+        """What layers pay to use a weight whose owner splits it in the way of this number: (T, S)."""
         layers, arrays, precision = self._layers, self._arrays, self.cost.model.training.precision
-        digits = self.splits[owner]
-        group = GroupLinks.of([degree_of(digits)], [digits], self.cost.cluster)
+        factors = self.splits[owner]
+        group = GroupLinks.of([degree_of(factors)], [factors], self.cost.cluster)
         working = memory.working_bytes(layers, arrays, self.cost.conventions)
         saved, transient = resplit_bytes(layers, arrays, group, precision, micro_batch / arrays.data * working)
         pays = (self.split_of != owner) & (layers.tied_parameters > 0)
@@ -242,8 +242,8 @@ class StageCosts:
         )
 
     def resplit_in(self, kinds: Integers, choice: Integers, micro_batch: int, *, first: bool) -> Resplit:
-        """What each layer of a stage pays to borrow, given kinds and strategies of its layers: (L,)."""
-        owner, *users = self.borrowing(kinds.tolist(), first=first) or [0]
+        """What each layer of a stage pays to use it, given kinds and strategies of its layers: (L,)."""
+        owner, *users = self.tied_places(kinds.tolist(), first=first) or [0]
         tables = self.resplit(micro_batch, int(self.split_of[kinds[owner], choice[owner]]))
 
         def paid(table: Integers) -> Integers:
@@ -264,18 +264,18 @@ class StageCosts:
         return np.minimum(micro_batches, self.cost.conventions.pipeline_transients)
 
     def change_ns(self, micro_batch: int) -> Integers:
-        """Slice-Gather after a layer of each kind, from form to form: (T, K, K)."""
+        """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""
         size = micro_batch * self._layers.boundary_bytes[:, :, None]
         return _up(self._rates.change_s(micro_batch, size) * 1e9)
 
     def transfer_ns(self, micro_batch: int) -> Integers:
-        """One direction of the transfer between stages after a layer of each kind, by the receiver's form: (T, K).
+        """One direction of the transfer between stages after a layer of each kind, by the receiver's layout: (T, K).
 
-        A rank receives just the rows and the part of the sequence that its form asks for, whatever the sender's is.
+        A rank receives just the rows and the part of the sequence that its layout asks for, whatever the sender's is.
         """
         if self._stage_link is None:
             return np.zeros((len(self._layers.boundary_bytes), len(self.layouts)), dtype=np.int64)
-        parts = np.array([form.parts for form in self.layouts])
+        parts = np.array([layout.parts for layout in self.layouts])
         link = self._stage_link
         size = micro_batch / parts * self._layers.boundary_bytes
         return _up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)

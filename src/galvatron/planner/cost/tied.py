@@ -1,6 +1,6 @@
-"""A tied weight that its borrower splits otherwise than its owner (docs/cost-model.md, "Tied weights").
+"""A tied weight that its later user splits otherwise than its owner (docs/cost-model.md, "Tied weights").
 
-In each micro-batch the borrower gathers the owner's parts in forward and scatters their gradient in backward; with
+In each micro-batch the later user gathers the owner's parts in forward and scatters their gradient in backward; with
 recompute it gathers twice. Knows neither stages nor who owns what.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Resplit", "resplit_bytes", "resplit_s"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resplit:
-    """What borrowers pay on top of their tables; zero where owner and borrower split alike."""
+    """What later users pay on top of their tables; zero where owner and later user split alike."""
 
     time_ns: NDArray[np.int64]
     activation_bytes: NDArray[np.int64]
@@ -40,8 +40,8 @@ def resplit_bytes(
 ) -> tuple[Floats, Floats]:
     """(saved, transient) bytes, both (T, S), under a split that differs from that of the owner's groups.
 
-    The gathered weight is saved for backward (the borrower's part is a view of it). In backward, when the gradients of
-    the layer's own work ``work`` are gone, the gradient is written into a whole one; that is padded to equal parts and
+    The gathered weight is saved for backward (the user's part is a view of it). In backward, when the gradients of the
+    layer's own work ``work`` are gone, the gradient is written into a whole one; that is padded to equal parts and
     scattered where the owner splits the weight.
     """
     whole = precision.bytes * layers.tied_parameters

@@ -34,6 +34,7 @@ class Comparison:
 
 
 def compare(request: Request, budgets: Sequence[int]) -> Comparison:
+    """Plan the model in each space under each budget."""
     rows = tuple(tuple(_cell(request, space.name, budget) for budget in budgets) for space in SPACES)
     return Comparison(request, tuple(budgets), rows)
 

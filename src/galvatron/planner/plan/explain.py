@@ -42,6 +42,7 @@ class Explanation:
 
 
 def explain(plan: Plan) -> Explanation:
+    """What a plan does and why, every other space beside it."""
     request = request_of(plan)
     more = request.budget_bytes + GIB
     device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
@@ -73,7 +74,7 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
             elif extra > 0:
                 reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
             else:
-                where = "changes of layout, borrowed weights or at the peak"
+                where = "changes of layout, tied weights or at the peak"
                 reasons.append(f"{names[fastest]} alone {saves}, but costs more in {where}")
     return tuple(reasons)
 

@@ -224,17 +224,17 @@ class _Pricing:
         chosen = self.decisions.stages[number]
         self._check(begin, chosen)
         rows, columns = self.kinds[begin:end], np.array([self.column_of[strategy] for strategy in chosen])
-        borrowed = self.costs.resplit_in(rows, columns, self.decisions.micro_batch, first=begin == 0)
+        resplit = self.costs.resplit_in(rows, columns, self.decisions.micro_batch, first=begin == 0)
         change_ns, transfer_ns = self._moving_ns(span, columns)
-        borrowed_ns = int(borrowed.time_ns.sum())
+        borrowed_ns = int(resplit.time_ns.sum())
         time_ns = int(self.tables.time_ns[rows, columns].sum()) + borrowed_ns + change_ns + transfer_ns
         degree, request = len(self.decisions.stages), self.request
         flying = request.schedule.in_flight(number, degree, self.decisions.micro_batches)
-        activations = self.tables.activation_bytes[rows, columns] + borrowed.activation_bytes
+        activations = self.tables.activation_bytes[rows, columns] + resplit.activation_bytes
         memory = MemoryUse(
             states=int(self.tables.state_bytes[rows, columns].sum()),
             activations=int(activations.sum()) * flying,
-            transient=int((self.tables.transient_bytes[rows, columns] + borrowed.transient_bytes).max()),
+            transient=int((self.tables.transient_bytes[rows, columns] + resplit.transient_bytes).max()),
             reserved=request.cluster.reserved_bytes,
         )
 

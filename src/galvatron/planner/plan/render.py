@@ -129,6 +129,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:
+    """An explanation as people see it in a terminal."""
     plan = explanation.plan
     return Group(
         plan_view(plan),
@@ -232,6 +233,7 @@ def _one_more(explanation: Explanation) -> Text:
 
 
 def comparison_view(comparison: Comparison) -> RenderableType:
+    """A comparison as a table."""
     request = comparison.request
     title = Text(
         f"{request.model.name} on {request.cluster.devices} × {request.cluster.device.name} ({request.cluster.name}): "

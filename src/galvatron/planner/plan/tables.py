@@ -17,6 +17,7 @@ __all__ = ["clusters_view", "groups_view", "layers_view", "links_view", "models_
 
 
 def models_view(models: Sequence[ModelSpec]) -> RenderableType:
+    """The models known by name, as a table."""
     table = _table("name", "family", "parameters", "layers", "forward FLOPs a sample", "activations a sample")
     for model in models:
         table.add_row(
@@ -32,6 +33,7 @@ def models_view(models: Sequence[ModelSpec]) -> RenderableType:
 
 
 def layers_view(model: ModelSpec) -> RenderableType:
+    """The kinds of layer of a model, as a table."""
     table = _table(
         "layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads"
     )
@@ -55,6 +57,7 @@ def layers_view(model: ModelSpec) -> RenderableType:
 
 
 def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
+    """The clusters known by name, as a table."""
     table = _table("name", "devices", "device", "memory", "fp32", "bf16", "islands")
     for cluster in clusters:
         device = cluster.device
@@ -71,6 +74,7 @@ def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
 
 
 def links_view(cluster: Cluster) -> RenderableType:
+    """A cluster's links, level by level, as a table."""
     table = _table("level", "joins", "bandwidth", "point to point", "latency", "shared")
     unit = "devices"
     for level in cluster.levels:

@@ -17,7 +17,7 @@ from galvatron.planner.cost import NEVER, Integers, Pace, StageCosts, iteration_
 from galvatron.planner.search.bounds import Floats, hull_multipliers, priced_minima
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.planner.search.stage import StageProblem, StageSolution
-from galvatron.planner.search.tied import Lending, raise_least_peaks, solve_lending
+from galvatron.planner.search.tied import TiedWeights, raise_least_peaks, solve_tied
 
 __all__ = ["Candidate", "Combination", "Layers", "Solved"]
 
@@ -127,7 +127,7 @@ class Combination:
         self.tables = costs.tables(np.array(self.micro_batch), np.array(micro_batches))
         self.change = costs.change_ns(self.micro_batch)
         self.transfer = costs.transfer_ns(self.micro_batch)
-        self.lending = Lending(costs, self.micro_batch)
+        self.tied = TiedWeights(costs, self.micro_batch)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
@@ -234,7 +234,7 @@ class Combination:
         for theta in sorted(set(transient[usable].tolist())):
             least = np.where(transient <= theta, memory, NEVER).min(axis=1) @ self.layers.counts_before
             np.minimum(peaks, least[ends] - least[begins] + theta, out=peaks)
-        raise_least_peaks(peaks, self.layers.kinds, self.tables, self.lending, in_flight_count)
+        raise_least_peaks(peaks, self.layers.kinds, self.tables, self.tied, in_flight_count)
         return np.where((ends < widths) | (widths == 0), np.inf, peaks)
 
     # ------------------------------------------------------------------- exact
@@ -291,8 +291,8 @@ class Combination:
         """Solve a stage below the limit and put the result in place of its bounds."""
         whole = NEVER if limit == np.inf else int(np.ceil(limit))
         problem = self._problem(signature, in_flight_count)
-        sharing = self.costs.borrowing(problem.kinds.tolist(), first=signature[0] < 0)
-        solution = solve_lending(problem, self.budget, min(whole, NEVER), self.lending, in_flight_count, sharing)
+        sharing = self.costs.tied_places(problem.kinds.tolist(), first=signature[0] < 0)
+        solution = solve_tied(problem, self.budget, min(whole, NEVER), self.tied, in_flight_count, sharing)
         self.stages_solved += 1
         time = float(solution.time) if solution else (np.inf if whole >= NEVER else float(whole))
         self._solved.setdefault(signature, {})[in_flight_count] = _Known(time, solution)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from galvatron.runtime.collectives import scatter_into
+from galvatron.runtime.collectives import reduce_scatter_into
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 
 # FSDP2 of torch 2.13 calls collectives by names that torch 2.13 warns about.
@@ -32,7 +32,7 @@ warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)`", FutureWarning
 )
 
-__all__ = ["ReduceScatter", "ShardGroups", "ShardedUnit", "prefetch", "shard", "shard_root"]
+__all__ = ["FsdpReduceScatter", "ShardGroups", "ShardedUnit", "prefetch", "shard", "shard_root"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class ShardedUnit(Unit):
         self.locals = [local for local, _ in pairs]
         self._sharded = [parameter for _, parameter in pairs]
         device = self._sharded[0].device
-        self._reduction = ReduceScatter(device) if device.type == "cuda" else None
+        self._reduction = FsdpReduceScatter(device) if device.type == "cuda" else None
         if self._reduction is not None:
             self.fsdp.set_custom_reduce_scatter(cast(Any, self._reduction))  # what it has to be has no public name
 
@@ -145,7 +145,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-class ReduceScatter:
+class FsdpReduceScatter:
     """What ``FSDPModule.set_custom_reduce_scatter`` takes, for one layer: gradients in the memory activations had.
 
     PyTorch's allocator gives no stream what belongs to another. FSDP2 takes the result of a reduce-scatter, the
@@ -185,5 +185,5 @@ class ReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        work: dist.Work | None = scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work

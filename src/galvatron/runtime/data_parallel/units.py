@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
-from galvatron.runtime.data_parallel.pieces import Piece
+from galvatron.runtime.data_parallel.shards import ParameterShard
 
 __all__ = ["LocalParameter", "Unit"]
 
@@ -25,7 +25,7 @@ class LocalParameter:
 
     name: str
     """In the stock model."""
-    piece: Piece
+    shard: ParameterShard
     master: nn.Parameter
     """What the optimizer updates: a plain tensor, in fp32 (or what training computes in, if that is wider)."""
     replicas: int
@@ -75,5 +75,5 @@ class Unit(ABC):
         assert group is not None
         total = collectives.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), group)
         pieces = total.split([gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        for gradient, shard in zip(gradients, pieces, strict=True):
+            gradient.copy_(shard.view_as(gradient))

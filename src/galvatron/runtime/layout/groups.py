@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Digit, Form, Kind, Layout, Schedule, Strategy, gathered_digits
+from galvatron.core.spec import Factor, Factors, Kind, Layout, Schedule, Strategy, gathered_factors
 from galvatron.families.layer import Tie
 
 __all__ = [
@@ -26,11 +26,11 @@ __all__ = [
     "StagePlan",
     "backward_group",
     "change_groups",
+    "coordinate",
     "forward_group",
     "layer_groups",
     "needed_groups",
     "ranks_along",
-    "spell",
     "tie_group",
 ]
 
@@ -44,20 +44,20 @@ class Position:
         self.index = self.ranks.index(rank)
 
 
-def spell(index: int, digits: Iterable[Digit]) -> int:
-    """The number that some digits of an index spell, the one with the largest stride first."""
+def coordinate(index: int, factors: Iterable[Factor]) -> int:
+    """The number that some factors of an index spell, the one with the largest stride first."""
     value = 0
-    for digit in sorted(digits, reverse=True):
-        value = value * digit.radix + index // digit.stride % digit.radix
+    for factor in sorted(factors, reverse=True):
+        value = value * factor.size + index // factor.stride % factor.size
     return value
 
 
-def ranks_along(position: Position, digits: Iterable[Digit]) -> tuple[int, ...]:
-    """The ranks of the stage that differ from this one in these digits only, in ascending order."""
+def ranks_along(position: Position, factors: Iterable[Factor]) -> tuple[int, ...]:
+    """The ranks of the stage that differ from this one in these factors only, in ascending order."""
     indices = [position.index]
-    for digit in digits:
-        zeroed = [index - index // digit.stride % digit.radix * digit.stride for index in indices]
-        indices = [index + value * digit.stride for index in zeroed for value in range(digit.radix)]
+    for factor in factors:
+        zeroed = [index - index // factor.stride % factor.size * factor.stride for index in indices]
+        indices = [index + value * factor.stride for index in zeroed for value in range(factor.size)]
     return tuple(sorted(position.ranks[index] for index in indices))
 
 
@@ -149,20 +149,20 @@ class ChangeGroups:
 def layer_groups(position: Position, strategy: Strategy) -> LayerGroups:
     """The one place that says who communicates for a layer."""
     return LayerGroups(
-        tensor=GroupKey(ranks_along(position, strategy.digits(Kind.TP))),
-        data=GroupKey(ranks_along(position, strategy.digits(Kind.DP))),
-        shard=GroupKey(ranks_along(position, strategy.sharding_digits)),
+        tensor=GroupKey(ranks_along(position, strategy.factors(Kind.TP))),
+        data=GroupKey(ranks_along(position, strategy.factors(Kind.DP))),
+        shard=GroupKey(ranks_along(position, strategy.sharding_factors)),
     )
 
 
-def change_groups(position: Position, rows: int, source: Form, target: Form) -> ChangeGroups:
+def change_groups(position: Position, rows: int, source: Layout, target: Layout) -> ChangeGroups:
     """… and between two layers; ``rows``: of a micro-batch."""
     same = source.sequence == target.sequence
-    nobody: Layout = frozenset()
+    nobody: Factors = frozenset()
     return ChangeGroups(
         whole_sequence=GroupKey(ranks_along(position, nobody if same else source.sequence)),
-        forward_rows=GroupKey(ranks_along(position, gathered_digits(source.rows, target.rows, rows))),
-        backward_rows=GroupKey(ranks_along(position, gathered_digits(target.rows, source.rows, rows))),
+        forward_rows=GroupKey(ranks_along(position, gathered_factors(source.rows, target.rows, rows))),
+        backward_rows=GroupKey(ranks_along(position, gathered_factors(target.rows, source.rows, rows))),
         divided_sequence=GroupKey(ranks_along(position, nobody if same else target.sequence)),
     )
 
@@ -175,8 +175,8 @@ def needed_groups(
     ``rows``: of a micro-batch. Those of all ranks, in an order that is the same for everyone.
     """
     for stage in stages:
-        forms = [strategy.form for strategy in stage.strategies]
-        changes = [pair for pair in dict.fromkeys(pairwise(forms)) if pair[0] != pair[1]]
+        layouts = [strategy.layout for strategy in stage.strategies]
+        changes = [pair for pair in dict.fromkeys(pairwise(layouts)) if pair[0] != pair[1]]
         for rank in stage.ranks:
             position = Position(stage.ranks, rank)
             for strategy in dict.fromkeys(stage.strategies):

@@ -1,14 +1,14 @@
 """Which rows of a micro-batch a rank holds, and Slice-Gather between layers that differ (paper Section 4).
 
-A layout is the set of digits of the rank that divide the rows. From A to B a rank slices its rows by the digits in B∖A,
-which sends nothing, and all-gathers over those in A∖B: the least volume there is. Backward of A→B is forward of B→A,
+Rows are divided by a set of factors of the rank. From A to B a rank slices its rows by the factors in B∖A, which sends
+nothing, and all-gathers over those in A∖B: the least volume there is. Backward of A→B is forward of B→A,
 because each rank holds the gradient of the whole loss by its own rows.
 
 Which rows those are follows from layer to layer: the first has them in the order of the batch, and each change takes
 them as they lie. Nothing is put back into order, so a change only asks for what its own two layouts need.
 
 A layer with sequence parallelism takes and gives activations divided along the sequence; all others take whole
-sequences. Between layers of different forms the sequence is gathered, the rows change, and the sequence is divided
+sequences. Between layers of different layouts the sequence is gathered, the rows change, and the sequence is divided
 again.
 """
 
@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Form, Layout, by_digits, degree_of
+from galvatron.core.spec import Factors, Layout, degree_of, factor_by_factor
 from galvatron.families.layer import Activations
 from galvatron.runtime import collectives
-from galvatron.runtime.layout.groups import GroupPool, Position, change_groups, spell
+from galvatron.runtime.layout.groups import GroupPool, Position, change_groups, coordinate
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["FormChange", "Placement", "Placements"]
+__all__ = ["LayoutChange", "RowAssignment", "RowAssignments"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RowAssignment:
     """The rows that each rank holds at one layer."""
 
-    layout: Layout
+    factors: Factors
     order: tuple[int, ...]
-    """All rows: those of the ranks whose digits spell 0, then 1, …"""
+    """All rows: those of the ranks whose coordinate is 0, then 1, …"""
 
     def numbers(self, index: int) -> tuple[int, ...]:
         """The row numbers that rank ``index`` of the stage holds, in its order."""
-        each = len(self.order) // degree_of(self.layout)
-        first = spell(index, self.layout) * each
+        each = len(self.order) // degree_of(self.factors)
+        first = coordinate(index, self.factors) * each
         return self.order[first : first + each]
 
     def take(self, whole: Tensor, index: int) -> Tensor:
@@ -51,34 +51,34 @@ class Placement:
             return whole[numbers[0] : numbers[-1] + 1]
         return whole[torch.tensor(numbers, device=whole.device)]
 
-    def changed(self, target: Layout) -> Placement:
-        """Where the rows lie after a change of layout.
+    def changed(self, target: Factors) -> RowAssignment:
+        """Where the rows lie when other factors divide them.
 
-        Digit by digit they are seen as a grid, with an axis for each digit of this layout, then for those it is sliced
-        by, then for the rest. The pieces a rank gathers lie behind each other in what it has then.
+        Factor by factor they are seen as a grid, with an axis for each factor that divides them now, then for those
+        they are sliced by, then for the rest. What a rank gathers lies one behind the other in what it has then.
         """
-        if not by_digits(self.layout, target, len(self.order)):
-            return Placement(target, self.order)
-        axes = [*sorted(self.layout, reverse=True), *sorted(target - self.layout, reverse=True)]
-        wanted = [*sorted(target, reverse=True), *sorted(self.layout - target, reverse=True)]
-        grid = torch.tensor(self.order).view([axis.radix for axis in axes] + [-1])
+        if not factor_by_factor(self.factors, target, len(self.order)):
+            return RowAssignment(target, self.order)
+        axes = [*sorted(self.factors, reverse=True), *sorted(target - self.factors, reverse=True)]
+        wanted = [*sorted(target, reverse=True), *sorted(self.factors - target, reverse=True)]
+        grid = torch.tensor(self.order).view([axis.size for axis in axes] + [-1])
         grid = grid.permute([axes.index(axis) for axis in wanted] + [len(axes)])
-        return Placement(target, tuple(grid.flatten().tolist()))
+        return RowAssignment(target, tuple(grid.flatten().tolist()))
 
 
-class Placements:
+class RowAssignments:
     """The rows that each rank of a stage holds at each of its layers."""
 
-    def __init__(self, layouts: Sequence[Layout], rows: int) -> None:
-        """``layouts``: those of the stage's layers, in order; ``rows``: of the micro-batch."""
+    def __init__(self, divided: Sequence[Factors], rows: int) -> None:
+        """``divided``: by which factors at each of the stage's layers; ``rows``: of the micro-batch."""
         self.rows = rows
-        at = [Placement(layouts[0], tuple(range(rows)))]
-        for layout in layouts[1:]:
-            at.append(at[-1] if layout == at[-1].layout else at[-1].changed(layout))
-        self.at: tuple[Placement, ...] = tuple(at)
-        self.distinct: tuple[Placement, ...] = tuple(dict.fromkeys(at))
-        self.numbers: tuple[int, ...] = tuple(self.distinct.index(placement) for placement in at)
-        """Of each layer's placement among the distinct ones."""
+        at = [RowAssignment(divided[0], tuple(range(rows)))]
+        for factors in divided[1:]:
+            at.append(at[-1] if factors == at[-1].factors else at[-1].changed(factors))
+        self.at: tuple[RowAssignment, ...] = tuple(at)
+        self.distinct: tuple[RowAssignment, ...] = tuple(dict.fromkeys(at))
+        self.numbers: tuple[int, ...] = tuple(self.distinct.index(assignment) for assignment in at)
+        """Of each layer's assignment among the distinct ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def _part(rows: Tensor, number: int, parts: int) -> Tensor:
 class RowChange:
     """From one division of the rows to another, with gradients."""
 
-    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Form, target: Form) -> None:
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
         """``rows``: of the micro-batch."""
         self.free = source.rows == target.rows
         if self.free:
@@ -121,9 +121,9 @@ class RowChange:
         return changed
 
 
-def _step(position: Position, rows: int, source: Layout, target: Layout, group: ProcessGroup | None) -> _Step:
-    sliced = (target - source, frozenset()) if by_digits(source, target, rows) else (frozenset(), target)
-    before, after = ((spell(position.index, digits), degree_of(digits)) for digits in sliced)
+def _step(position: Position, rows: int, source: Factors, target: Factors, group: ProcessGroup | None) -> _Step:
+    sliced = (target - source, frozenset()) if factor_by_factor(source, target, rows) else (frozenset(), target)
+    before, after = ((coordinate(position.index, factors), degree_of(factors)) for factors in sliced)
     return _Step(before=before, group=group, after=after)
 
 
@@ -140,10 +140,10 @@ class _SliceGather(torch.autograd.Function):
         return ctx.change.backward(gradient.contiguous()), None
 
 
-class FormChange:
-    """From one form to another, with gradients."""
+class LayoutChange:
+    """From one layout to another, with gradients."""
 
-    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Form, target: Form) -> None:
+    def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
         """``rows``: of the micro-batch."""
         groups = change_groups(position, rows, source, target)
         self._gather = pool.group(groups.whole_sequence)

@@ -17,7 +17,7 @@ from galvatron.core.spec import Action, Pass
 from galvatron.families.layer import Activations
 from galvatron.runtime.batches import LocalBatch
 from galvatron.runtime.pipeline.stage import Stage
-from galvatron.runtime.pipeline.transfer import Crossing
+from galvatron.runtime.pipeline.transfer import StageTransfer
 
 __all__ = ["Neighbours", "PassTimer", "Pipeline"]
 
@@ -58,12 +58,12 @@ class PassTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """The crossings of one stage; None at the ends of the pipeline."""
+    """The transfers of one stage; None at the ends of the pipeline."""
 
-    receive_forward: Crossing | None = None
-    send_forward: Crossing | None = None
-    receive_backward: Crossing | None = None
-    send_backward: Crossing | None = None
+    receive_forward: StageTransfer | None = None
+    send_forward: StageTransfer | None = None
+    receive_backward: StageTransfer | None = None
+    send_backward: StageTransfer | None = None
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Pipeline:
     """Called before each backward, with whether it is the last."""
     pass_timer: PassTimer | None = None
     """Takes the time of forward, backward and waiting for neighbours while there is one."""
-    _sending: dict[Crossing, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
+    _sending: dict[StageTransfer, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
 
     def run(self, batch: LocalBatch, iteration: int) -> Tensor | None:
         """Forward and backward of all micro-batches; in the last stage the loss of this rank's rows, over targets."""
@@ -166,17 +166,17 @@ class Pipeline:
     def _timed(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.pass_timer is None else self.pass_timer(name)
 
-    def _send(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
-        """Start sending. The send before it over this crossing is waited for: its receiver, which asked for it first,
+    def _send(self, transfer: StageTransfer, tensors: Sequence[Tensor]) -> None:
+        """Start sending. The send before it over this transfer is waited for: its receiver, which asked for it first,
         cannot be waiting for this one. So no more than one is held, however late its receiver, and however far a
         GPU's host runs ahead of it."""
-        self._wait_for(self._sending.pop(crossing, []))
-        self._sending.setdefault(crossing, []).extend(crossing.send(tensors))
+        self._wait_for(self._sending.pop(transfer, []))
+        self._sending.setdefault(transfer, []).extend(transfer.send(tensors))
 
     def _let_go(self) -> None:
         """Drop what has arrived."""
-        for crossing, pending in self._sending.items():
-            self._sending[crossing] = [(work, buffer) for work, buffer in pending if not work.is_completed()]
+        for transfer, pending in self._sending.items():
+            self._sending[transfer] = [(work, buffer) for work, buffer in pending if not work.is_completed()]
 
     def _finish_sending(self) -> None:
         for pending in self._sending.values():

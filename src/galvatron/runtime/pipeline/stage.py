@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.batches import MicroBatch
-from galvatron.runtime.layout.slice_gather import FormChange
+from galvatron.runtime.layout.slice_gather import LayoutChange
 from galvatron.runtime.randomness import LayerRandomness
 
-__all__ = ["Slot", "Stage"]
+__all__ = ["Stage", "StageLayer"]
 
 
-class Slot(nn.Module):
+class StageLayer(nn.Module):
     """A layer as a stage runs it: with its random numbers, and recomputed in backward if its strategy says so.
 
     This is what FSDP2 wraps, so that a recomputed layer's parameters are gathered once for both its passes.
@@ -50,22 +50,24 @@ class Slot(nn.Module):
 class Stage(nn.Module):
     """Consecutive layers on one group of devices."""
 
-    def __init__(self, slots: Sequence[Slot], placements: Sequence[int], changes: Sequence[FormChange | None]) -> None:
-        """``placements``: number of each layer's; ``changes``: before each layer; None before the first, which is given
-        its own form."""
+    def __init__(
+        self, stage_layers: Sequence[StageLayer], assignments: Sequence[int], changes: Sequence[LayoutChange | None]
+    ) -> None:
+        """``assignments``: number of each layer's; ``changes``: before each layer; None before the first, which is
+        given its own layout."""
         super().__init__()
-        self.slots = nn.ModuleList(slots)
-        self._placements, self._changes = tuple(placements), tuple(changes)
+        self.stage_layers = nn.ModuleList(stage_layers)
+        self._assignments, self._changes = tuple(assignments), tuple(changes)
 
     def seed(self, seed: int) -> None:
         """Let all layers draw from another seed from now on."""
-        for slot in self.slots:
-            assert isinstance(slot, Slot)
-            slot.seed(seed)
+        for stage_layer in self.stage_layers:
+            assert isinstance(stage_layer, StageLayer)
+            stage_layer.seed(seed)
 
     def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
-        for slot, placement, change in zip(self.slots, self._placements, self._changes, strict=True):
+        for stage_layer, assignment, change in zip(self.stage_layers, self._assignments, self._changes, strict=True):
             if change is not None:
                 activations = change(activations)
-            activations = slot(activations, micro_batch.context(placement), step)
+            activations = stage_layer(activations, micro_batch.context(assignment), step)
         return activations

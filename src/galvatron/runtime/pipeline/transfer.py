@@ -15,28 +15,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Form, degree_of
-from galvatron.runtime.data_parallel.pieces import part_of
-from galvatron.runtime.layout.groups import spell
-from galvatron.runtime.layout.slice_gather import Placement
+from galvatron.core.spec import Layout, degree_of
+from galvatron.runtime.data_parallel.shards import part_of
+from galvatron.runtime.layout.groups import coordinate
+from galvatron.runtime.layout.slice_gather import RowAssignment
 
-__all__ = ["Crossing", "Side"]
+__all__ = ["StageEnd", "StageTransfer"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """One end of a crossing: a stage's ranks, and the form in which they hold the activation there."""
+class StageEnd:
+    """One end of a transfer: a stage's ranks, and the layout in which they hold the activation there."""
 
     ranks: tuple[int, ...]
-    form: Form
-    placement: Placement
+    layout: Layout
+    assignment: RowAssignment
 
     def rows(self, index: int) -> tuple[int, ...]:
-        return self.placement.numbers(index)
+        return self.assignment.numbers(index)
 
     def tokens(self, index: int) -> tuple[int, int]:
         """Which part of the tokens, of how many."""
-        return spell(index, self.form.sequence), degree_of(self.form.sequence)
+        return coordinate(index, self.layout.sequence), degree_of(self.layout.sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class _Message:
         target[torch.tensor(self.rows, device=tensor.device)] = received
 
 
-class Crossing:
+class StageTransfer:
     """Sends and receives activations (or their gradients) over one boundary, in one direction."""
 
-    def __init__(self, source: Side, target: Side, rank: int, group: ProcessGroup) -> None:
+    def __init__(self, source: StageEnd, target: StageEnd, rank: int, group: ProcessGroup) -> None:
         self._group = group
         self.sends: list[_Message] = []
         self.receives: list[_Message] = []
@@ -117,7 +117,7 @@ def _same_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _routes(source: Side, target: Side) -> Iterator[tuple[int, int, _Message, _Message]]:
+def _routes(source: StageEnd, target: StageEnd) -> Iterator[tuple[int, int, _Message, _Message]]:
     """For each piece that moves: sender, receiver, and the message as each of them sees it.
 
     A receiver takes each row from the nearest holder: the one of its own number in the stage, where that holds it, so
@@ -143,7 +143,7 @@ def _routes(source: Side, target: Side) -> Iterator[tuple[int, int, _Message, _M
 
 
 def _holders(
-    source: Side, held: list[dict[int, int]], row: int, part: int, parts: int, receiver: int
+    source: StageEnd, held: list[dict[int, int]], row: int, part: int, parts: int, receiver: int
 ) -> list[tuple[int, int, int]]:
     """(piece of the tokens, of how many, who sends it) that together are one row of the receiver's part."""
     count = len(held)

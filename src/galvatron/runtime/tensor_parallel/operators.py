@@ -15,19 +15,19 @@ from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
 
 __all__ = [
-    "Gathering",
-    "Summing",
+    "SequenceAllGather",
+    "SequenceReduceScatter",
     "gather_sequence",
     "gathered",
-    "leave",
+    "reduce_from_region",
     "slice_sequence",
     "sum_sequence",
 ]
 
 
-def leave(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_from_region(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """g: out of the split part; partial results of all ranks are summed."""
-    left: Tensor = _Leave.apply(tensor, group)
+    left: Tensor = _ReduceFromRegion.apply(tensor, group)
     return left
 
 
@@ -49,12 +49,12 @@ def slice_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return part
 
 
-class Gathering:
+class SequenceAllGather:
     """All tokens of a tensor divided along the sequence, under way; no gradient."""
 
     def __init__(self, part: Tensor, group: ProcessGroup) -> None:
         self._shape, self._ranks = part.shape, group.size()
-        self._pieces = collectives.Gather(part, group)
+        self._pieces = collectives.AllGather(part, group)
 
     def result(self) -> Tensor:
         rows, tokens, *tail = self._shape
@@ -62,14 +62,14 @@ class Gathering:
         return pieces.transpose(0, 1).reshape(rows, self._ranks * tokens, *tail)
 
 
-class Summing:
+class SequenceReduceScatter:
     """This rank's tokens of the sum over the group, under way; no gradient."""
 
     def __init__(self, whole: Tensor, group: ProcessGroup) -> None:
         rows, tokens, *tail = whole.shape
         pieces = whole.view(rows, group.size(), tokens // group.size(), *tail).transpose(0, 1)
         joined = pieces.reshape(group.size() * rows, tokens // group.size(), *tail)
-        self._part = collectives.Scatter(joined, group)
+        self._part = collectives.ReduceScatter(joined, group)
 
     def result(self) -> Tensor:
         return self._part.result()
@@ -77,7 +77,7 @@ class Summing:
 
 def gathered(part: Tensor, group: ProcessGroup) -> Tensor:
     """All tokens of a tensor divided along the sequence; no gradient."""
-    return Gathering(part, group).result()
+    return SequenceAllGather(part, group).result()
 
 
 def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
@@ -91,7 +91,7 @@ def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         reduced = collectives.all_reduce(tensor, group)
@@ -108,7 +108,7 @@ class _SumSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return Summing(tensor.contiguous(), group).result()
+        return SequenceReduceScatter(tensor.contiguous(), group).result()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

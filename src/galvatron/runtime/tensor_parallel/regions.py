@@ -52,8 +52,8 @@ class SplitRows(_Split):
 
     def forward(self, tensor: Tensor) -> Tensor:
         partial = functional.linear(tensor, self.matrix)
-        leave = operators.sum_sequence if self.sequence else operators.leave
-        total = leave(partial, self.group)
+        reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
+        total = reduce_from_region(partial, self.group)
         return total if self.bias is None else total + self.bias
 
 
@@ -130,11 +130,15 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        again = operators.Gathering(tensor, ctx.group) if ctx.sequence else None
+        again = operators.SequenceAllGather(tensor, ctx.group) if ctx.sequence else None
         by_input = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             by_input += gradient @ weight
-        total = operators.Summing(by_input, ctx.group) if ctx.sequence else collectives.Sum(by_input, ctx.group)
+        total = (
+            operators.SequenceReduceScatter(by_input, ctx.group)
+            if ctx.sequence
+            else collectives.AllReduce(by_input, ctx.group)
+        )
         del by_input
         whole = (tensor if again is None else again.result()).flatten(0, -2)
         by_parameters: list[Tensor | None] = []

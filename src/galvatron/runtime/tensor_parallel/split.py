@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Layer
-from galvatron.families.rules import Attribute, Columns, Loss, Region, Rows, Table, Vocabulary, Whole
-from galvatron.runtime.data_parallel.pieces import Cut, part_of
+from galvatron.families.rules import Attribute, Columns, Region, Rows, Table, Vocabulary, VocabularyLoss, Whole
+from galvatron.runtime.data_parallel.shards import TensorSplit, part_of
 from galvatron.runtime.tensor_parallel.regions import Entrance, SplitColumns, SplitRows
 from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
 
@@ -43,7 +43,7 @@ class TensorGroup:
         return self.group.rank()
 
 
-def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset()) -> dict[str, Cut]:
+def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset()) -> dict[str, TensorSplit]:
     """Apply the layer's rules; returns how each split parameter was cut. ``shared`` parameters are left whole."""
     splitter = _Splitter(layer, tensor, shared)
     for rule in layer.rules:
@@ -58,7 +58,7 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
                 splitter.table(rule)
             case Attribute():
                 splitter.attribute(rule)
-            case Loss():
+            case VocabularyLoss():
                 splitter.loss(rule)
             case Region() | Whole():
                 pass
@@ -68,14 +68,14 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
         elif isinstance(rule, Whole):
             splitter.whole(rule)
     return {
-        name: splitter.cuts[parameter] for name, parameter in layer.named_parameters() if parameter in splitter.cuts
+        name: splitter.splits[parameter] for name, parameter in layer.named_parameters() if parameter in splitter.splits
     }
 
 
 class _Splitter:
     def __init__(self, layer: Layer, tensor: TensorGroup, shared: frozenset[str]) -> None:
         self.layer, self.tensor, self.shared = layer, tensor, shared
-        self.cuts: dict[nn.Parameter, Cut] = {}
+        self.splits: dict[nn.Parameter, TensorSplit] = {}
         self._columns: dict[str, SplitColumns] = {}
         self._words = range(0)
 
@@ -124,7 +124,7 @@ class _Splitter:
             )
         setattr(module, name, whole // self.tensor.degree)
 
-    def loss(self, rule: Loss) -> None:
+    def loss(self, rule: VocabularyLoss) -> None:
         self._replace(rule.path, SplitCrossEntropy(self._words, self.tensor.group))
 
     def region(self, rule: Region) -> None:
@@ -162,7 +162,7 @@ class _Splitter:
         parameter = getattr(self.layer.get_submodule(owner), attribute)
         if parameter is None:
             return None
-        cut = Cut(dim=dim, index=self.tensor.index, degree=self.tensor.degree, parts=parts)
+        cut = TensorSplit(dim=dim, index=self.tensor.index, degree=self.tensor.degree, parts=parts)
         shape = list(parameter.shape)
         shape[dim] = len(cut.positions(shape[dim]))
         empty: Tensor = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -170,7 +170,7 @@ class _Splitter:
         for module in self.layer.modules():  # a layer may know one parameter under two names
             for alias in [key for key, value in module._parameters.items() if value is parameter]:
                 setattr(module, alias, local)
-        self.cuts[local] = cut
+        self.splits[local] = cut
         return local
 
     def _replace(self, path: str, module: nn.Module) -> None:

@@ -32,7 +32,7 @@ class SplitEmbedding(nn.Module):
         else:
             local = torch.where(mine, ids - self.words.start, 0)
             vectors = functional.embedding(local, self.weight, self._padding) * mine.unsqueeze(-1)
-        return operators.leave(vectors, self.group)
+        return operators.reduce_from_region(vectors, self.group)
 
 
 class SplitCrossEntropy(nn.Module):

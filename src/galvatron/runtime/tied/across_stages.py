@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from galvatron.core.spec import Kind, Strategy, degree_of
-from galvatron.runtime.data_parallel.pieces import part_of
-from galvatron.runtime.layout.groups import spell
+from galvatron.runtime.data_parallel.shards import part_of
+from galvatron.runtime.layout.groups import coordinate
 
 __all__ = ["Holding", "TieExchange", "holdings"]
 
@@ -31,13 +31,13 @@ class Holding:
 
 def holdings(ranks: Sequence[int], strategy: Strategy, rows: int, *, splits: bool) -> list[Holding]:
     """The rows of a weight that each rank of a stage holds. ``splits``: tensor parallelism divides them too."""
-    sharding = strategy.sharding_digits
+    sharding = strategy.sharding_factors
     degree = strategy.degree(Kind.TP) if splits else 1
     shards = degree_of(sharding)
     found = []
     for index, rank in enumerate(ranks):
-        held = part_of(rows, spell(index, strategy.digits(Kind.TP)) if splits else 0, degree)
-        mine = part_of(len(held), spell(index, sharding), shards)
+        held = part_of(rows, coordinate(index, strategy.factors(Kind.TP)) if splits else 0, degree)
+        mine = part_of(len(held), coordinate(index, sharding), shards)
         found.append(Holding(rank, held.start + mine.start, held.start + mine.stop))
     return found
 

@@ -1,6 +1,6 @@
 """A tied weight that another layer of the stage owns: used where it is, never stored twice.
 
-The using module loses its own parameter and is lent the owner's tensor for the time of its forward. Where the two
+The using module loses its own parameter and is given the owner's tensor for the time of its forward. Where the two
 layers split the vocabulary differently, the rows are gathered over the owner's group and cut as the user wants them;
 gradients take the same way back.
 
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
-from galvatron.runtime.data_parallel.pieces import part_of
+from galvatron.runtime.data_parallel.shards import part_of
 
-__all__ = ["SplitRowsOf", "lend", "resplit"]
+__all__ = ["SplitRowsOf", "attach_tied", "resplit"]
 
 
-def lend(user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Callable[[], None] | None = None) -> None:
+def attach_tied(
+    user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Callable[[], None] | None = None
+) -> None:
     """Give ``user`` the tensor of ``owner()`` as its attribute ``name`` whenever it runs.
 
     ``prepare`` is called before each forward and before its backward (it gathers a sharded owner).
@@ -32,18 +34,18 @@ def lend(user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Calla
     del user._parameters[name]
     setattr(user, name, None)
 
-    def borrow(module: nn.Module, args: Any) -> None:
+    def attach(module: nn.Module, args: Any) -> None:
         if prepare is not None:
             prepare()
         setattr(module, name, owner())
 
-    def give_back(module: nn.Module, args: Any, output: Tensor) -> None:
+    def detach(module: nn.Module, args: Any, output: Tensor) -> None:
         setattr(module, name, None)
         if prepare is not None and output.requires_grad:
             output.register_hook(lambda gradient: prepare())
 
-    user.register_forward_pre_hook(borrow, prepend=True)  # before it is entered, if it is a region of its own
-    user.register_forward_hook(give_back)
+    user.register_forward_pre_hook(attach, prepend=True)  # before it is entered, if it is a region of its own
+    user.register_forward_hook(detach)
 
 
 @dataclass(frozen=True)

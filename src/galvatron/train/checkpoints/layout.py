@@ -1,7 +1,7 @@
 """The tensors of a training state as parts of whole ones: what this rank writes, and what it reads.
 
-A state tensor shaped like its parameter is divided as the parameter is; a scalar is the same on every rank. A piece is
-named by blocks of the whole (``Piece.boxes``), so that any other plan finds what it needs.
+A state tensor shaped like its parameter is divided as the parameter is; a scalar is the same on every rank. A shard is
+named by blocks of the whole (``ParameterShard.blocks``), so that any other plan finds what it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from galvatron.core.errors import InvalidInput
-from galvatron.runtime.data_parallel.pieces import Box, Piece
+from galvatron.runtime.data_parallel.shards import ParameterShard, ShardBlock
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.model import ParallelModel
 
@@ -39,7 +39,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     key: str
-    piece: Piece
+    shard: ParameterShard
     tensor: Tensor
     scalar: bool
 
@@ -47,16 +47,16 @@ class _Entry:
 def staged(model: ParallelModel, optimizer: Optimizer) -> dict[str, Part]:
     """Copies in CPU memory of what this rank is to write.
 
-    Of what several ranks hold, one writes: the one with the fewest bytes so far. All holders of a piece go through the
+    Of what several ranks hold, one writes: the one with the fewest bytes so far. All holders of a shard go through the
     same entries in the same order, so they agree without a word.
     """
     parts: dict[str, Part] = {}
     loads: dict[tuple[int, ...], list[int]] = {}
     for local in model.locals:
-        boxes = local.piece.boxes()
-        if not local.counted or not boxes:  # another stage's copy of a tied weight speaks for this one
+        blocks = local.shard.blocks()
+        if not local.counted or not blocks:  # another stage's copy of a tied weight speaks for this one
             continue
-        first = not any(boxes[0].offsets)
+        first = not any(blocks[0].offsets)
         load = loads.setdefault(local.holders, [0] * len(local.holders))
         for entry in _entries(local, optimizer):
             if entry.scalar and not first:
@@ -73,21 +73,21 @@ def targets(model: ParallelModel, optimizer: Optimizer | None) -> dict[str, Part
     parts: dict[str, Part] = {}
     for local in model.locals:
         for entry in _entries(local, optimizer):
-            blocks = {box.offsets: box.of(entry.tensor) for box in entry.piece.boxes()}
-            parts[entry.key] = Part(shape=entry.piece.shape, dtype=entry.tensor.dtype, blocks=blocks)
+            blocks = {block.offsets: block.of(entry.tensor) for block in entry.shard.blocks()}
+            parts[entry.key] = Part(shape=entry.shard.shape, dtype=entry.tensor.dtype, blocks=blocks)
     return parts
 
 
 def _entries(local: LocalParameter, optimizer: Optimizer | None) -> Iterator[_Entry]:
     master = local.master.detach()
-    yield _Entry(f"model/{local.name}", local.piece, master, scalar=False)
+    yield _Entry(f"model/{local.name}", local.shard, master, scalar=False)
     state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(local.master, {})
     for name, value in sorted(state.items()):
         key = f"optimizer/{local.name}/{name}"
         if isinstance(value, Tensor) and value.shape == master.shape:
-            yield _Entry(key, local.piece, value.detach(), scalar=False)
+            yield _Entry(key, local.shard, value.detach(), scalar=False)
         elif isinstance(value, Tensor) and value.dim() == 0:
-            yield _Entry(key, Piece(()), value.detach(), scalar=True)
+            yield _Entry(key, ParameterShard(()), value.detach(), scalar=True)
         elif value is not None:
             given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InvalidInput(
@@ -99,23 +99,23 @@ def _entries(local: LocalParameter, optimizer: Optimizer | None) -> Iterator[_En
 def _copied(entry: _Entry) -> Part:
     blocks = {
         block.offsets: torch.empty(block.sizes, dtype=entry.tensor.dtype).copy_(block.of(entry.tensor))
-        for box in entry.piece.boxes()
-        for block in _divided(box, entry.tensor.element_size())
+        for block in entry.shard.blocks()
+        for block in _divided(block, entry.tensor.element_size())
     }
-    return Part(shape=entry.piece.shape, dtype=entry.tensor.dtype, blocks=blocks)
+    return Part(shape=entry.shard.shape, dtype=entry.tensor.dtype, blocks=blocks)
 
 
-def _divided(box: Box, element_bytes: int) -> Iterator[Box]:
+def _divided(block: ShardBlock, element_bytes: int) -> Iterator[ShardBlock]:
     """A large box in blocks of whole rows."""
-    total = torch.Size(box.sizes).numel() * element_bytes
-    if not box.sizes or total <= _BLOCK_BYTES:
-        yield box
+    total = torch.Size(block.sizes).numel() * element_bytes
+    if not block.sizes or total <= _BLOCK_BYTES:
+        yield block
         return
-    rows = max(1, _BLOCK_BYTES * box.sizes[0] // total)
-    for row in range(0, box.sizes[0], rows):
+    rows = max(1, _BLOCK_BYTES * block.sizes[0] // total)
+    for row in range(0, block.sizes[0], rows):
         yield replace(
-            box,
-            offsets=(box.offsets[0] + row, *box.offsets[1:]),
-            inside=(box.inside[0] + row, *box.inside[1:]),
-            sizes=(min(rows, box.sizes[0] - row), *box.sizes[1:]),
+            block,
+            offsets=(block.offsets[0] + row, *block.offsets[1:]),
+            inside=(block.inside[0] + row, *block.inside[1:]),
+            sizes=(min(rows, block.sizes[0] - row), *block.sizes[1:]),
         )

@@ -109,7 +109,7 @@ class _Rooms:
         made = {}
         for entry, dtype in entries.items():
             shape = self.manifest.tensors[f"optimizer/{local.name}/{entry}"].shape
-            if shape == local.piece.shape:
+            if shape == local.shard.shape:
                 made[entry] = torch.empty_like(master, dtype=dtype)
             else:
                 made[entry] = torch.empty(shape, dtype=dtype, device=counting)

@@ -81,6 +81,7 @@ def _report(path: Path, step: int | None, world: int | None, state: str, damage:
 
 
 def checkpoints_view(found: Sequence[Report]) -> RenderableType:
+    """Checkpoints as a table."""
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     for column in ("folder", "step", "size", "saved by", "state"):
         table.add_column(column, justify="left" if column in ("folder", "state") else "right")

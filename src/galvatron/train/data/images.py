@@ -16,8 +16,8 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.train.data.dataset import Sample
+from galvatron.train.data.requirements import ImageRequirements
 from galvatron.train.data.tables import extra
-from galvatron.train.data.wanted import ImagesWanted
 
 __all__ = ["ImageFolder", "Normalisation", "image_folder", "saved_normalisation"]
 
@@ -47,7 +47,7 @@ class ImageFolder:
     root: Path
     files: tuple[tuple[str, int], ...] = field(repr=False)
     """Path below the root, and class."""
-    wanted: ImagesWanted
+    needs: ImageRequirements
     normalisation: Normalisation
     augment: bool
     fingerprint: str
@@ -58,7 +58,7 @@ class ImageFolder:
     def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = frozenset()) -> Sample:
         name, label = self.files[index]
         if "pixel_values" in unread:
-            pixels = torch.zeros(self.wanted.channels, self.wanted.height, self.wanted.width)
+            pixels = torch.zeros(self.needs.channels, self.needs.height, self.needs.width)
         else:
             pixels = self._pixels(self.root / name, generator)
         return {"pixel_values": pixels, "labels": torch.tensor(label)}
@@ -66,34 +66,34 @@ class ImageFolder:
     def _pixels(self, path: Path, generator: torch.Generator) -> Tensor:
         from PIL import Image
 
-        wanted = self.wanted
+        needs = self.needs
         try:
             with Image.open(path) as file:
-                image = file.convert(_MODES[wanted.channels])
+                image = file.convert(_MODES[needs.channels])
         except Exception as error:  # whatever a damaged file makes Pillow raise
             raise InvalidInput(
                 f"{path}: cannot be read as an image ({type(error).__name__}: {error}); mend or remove the file"
             ) from None
-        shape = wanted.height, wanted.width
+        shape = needs.height, needs.width
         box = _random_box(image.size, shape, generator) if self.augment else _centre_box(image.size, shape)
-        image = image.resize((wanted.width, wanted.height), Image.Resampling.BILINEAR, box=box)
-        pixels = torch.from_numpy(np.array(image, np.float32)).view(*shape, wanted.channels).permute(2, 0, 1) / 255
+        image = image.resize((needs.width, needs.height), Image.Resampling.BILINEAR, box=box)
+        pixels = torch.from_numpy(np.array(image, np.float32)).view(*shape, needs.channels).permute(2, 0, 1) / 255
         if self.augment and torch.rand((), generator=generator) < 0.5:
             pixels = pixels.flip(2)
         mean, deviation = torch.tensor(self.normalisation.mean), torch.tensor(self.normalisation.deviation)
         return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()
 
 
-def image_folder(root: Path, wanted: ImagesWanted, normalisation: Normalisation, *, augment: bool) -> ImageFolder:
+def image_folder(root: Path, needs: ImageRequirements, normalisation: Normalisation, *, augment: bool) -> ImageFolder:
     """The images of a folder; classes are numbered in the order of their names."""
     extra("PIL", f"data {str(root)!r}: reading images")
-    if wanted.channels not in _MODES:
-        raise InvalidInput(f"the model's num_channels is {wanted.channels}; images in files have 1 or 3 channels")
+    if needs.channels not in _MODES:
+        raise InvalidInput(f"the model's num_channels is {needs.channels}; images in files have 1 or 3 channels")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(classes) != wanted.classes:
+    if len(classes) != needs.classes:
         shown = ", ".join([*classes[:5], *(["…"] if len(classes) > 5 else [])])
         raise InvalidInput(
-            f"data {str(root)!r}: has {len(classes)} class folders ({shown or 'none'}); the model has {wanted.classes} "
+            f"data {str(root)!r}: has {len(classes)} class folders ({shown or 'none'}); the model has {needs.classes} "
             "classes: give a folder with one folder of images for each class, or change num_labels of the model's "
             "configuration"
         )
@@ -109,7 +109,7 @@ def image_folder(root: Path, wanted: ImagesWanted, normalisation: Normalisation,
         for path in found:
             files.append((str(path.relative_to(root)), label))
             digest.update(f"{files[-1]} {path.stat().st_size}\n".encode())
-    return ImageFolder(root, tuple(files), wanted, normalisation, augment, digest.hexdigest()[:16])
+    return ImageFolder(root, tuple(files), needs, normalisation, augment, digest.hexdigest()[:16])
 
 
 def saved_normalisation(model_folder: Path | None, channels: int) -> Normalisation:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from galvatron.train.data.dataset import Sample
-from galvatron.train.data.objectives import Making
+from galvatron.train.data.objectives import SampleMaker
 from galvatron.train.data.tokens import PackedTokens
 
 __all__ = ["LanguageData", "PackedStream", "Stream"]
@@ -53,16 +53,16 @@ class LanguageData:
     """Samples of a language model."""
 
     stream: Stream
-    making: Making
+    maker: SampleMaker
 
     @property
     def fingerprint(self) -> str:
-        facts = f"{self.stream.fingerprint} {self.making}"
+        facts = f"{self.stream.fingerprint} {self.maker}"
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return self.stream.samples(self.making.tokens)
+        return self.stream.samples(self.maker.tokens)
 
     def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = frozenset()) -> Sample:
-        tokens = self.stream.take(index, self.making.tokens, generator)
-        return self.making.sample(tokens, generator)
+        tokens = self.stream.take(index, self.maker.tokens, generator)
+        return self.maker.sample(tokens, generator)

@@ -59,6 +59,7 @@ class Loader:
     decoding and resizing images release Python's lock, text is a copy from a mapped file, and forking beside CUDA and
     NCCL threads breaks them. ``reads`` names, for an input, the rows that this rank reads
     (``ParallelModel.rows_read()``); of other rows it need not be decoded. ``start`` is where an earlier loader stopped.
+    ``seed``: of the order; None: samples come in their own order.
     """
 
     def __init__(
@@ -66,8 +67,7 @@ class Loader:
         dataset: Dataset,
         *,
         batch: int,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = 0,
         workers: int = 0,
         start: Position | None = None,
         reads: Mapping[str, frozenset[int]] | None = None,
@@ -76,7 +76,7 @@ class Loader:
             raise InvalidInput(f"loader: batch {batch}, workers {workers}; expected at least 1 and at least 0")
         if not len(dataset):
             raise InvalidInput("loader: the data set has no samples; give more data")
-        beginning = Position(fingerprint=dataset.fingerprint, seed=seed, shuffle=shuffle, samples_seen=0)
+        beginning = Position(fingerprint=dataset.fingerprint, seed=seed or 0, shuffle=seed is not None, samples_seen=0)
         if start is not None:
             _check_same(beginning, start)
         self._dataset, self._batch, self._beginning = dataset, batch, beginning

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import IGNORED
+from galvatron.train.data.requirements import Objective, TokenRequirements
 from galvatron.train.data.vocabulary import Vocabulary
-from galvatron.train.data.wanted import Objective, TokensWanted
 
-__all__ = ["Causal", "Making", "Masked", "SpanLengths", "Spans", "making_of", "random_spans"]
+__all__ = ["Causal", "Masked", "SampleMaker", "SpanLengths", "Spans", "random_spans", "sample_maker_of"]
 
 _DENSITY = 0.15
 _MEAN_SPAN = 3.0
@@ -84,7 +84,7 @@ _SHOWN_AS_MASK, _SHOWN_AS_RANDOM = 0.8, 0.1
 """Of BERT's hidden tokens; the rest is shown as it is."""
 
 
-class Making(Protocol):
+class SampleMaker(Protocol):
     """How samples are made from tokens."""
 
     @property
@@ -164,25 +164,25 @@ class Spans:
         return {"input_ids": source, "labels": labels}
 
 
-def making_of(wanted: TokensWanted, vocabulary: Vocabulary) -> Making:
+def sample_maker_of(needs: TokenRequirements, vocabulary: Vocabulary) -> SampleMaker:
     """How a model's samples are made of tokens of this vocabulary."""
-    if wanted.objective is Objective.CAUSAL:
-        return Causal(wanted.length)
-    if wanted.objective is Objective.MASKED:
+    if needs.objective is Objective.CAUSAL:
+        return Causal(needs.length)
+    if needs.objective is Objective.MASKED:
         if vocabulary.mask is None:
             raise InvalidInput(
                 "tokenizer: it has no mask token, which a masked language model needs; take the tokenizer of a masked "
                 "model, 'bytes' or 'train'"
             )
-        making = Masked(wanted.length, vocabulary, vocabulary.mask)
-        if making.tokens < 1:
-            raise InvalidInput(f"sequence length {wanted.length}: no room for words; a masked sample takes at least 3")
-        return making
-    lengths = SpanLengths.of(wanted.length)
+        maker = Masked(needs.length, vocabulary, vocabulary.mask)
+        if maker.tokens < 1:
+            raise InvalidInput(f"sequence length {needs.length}: no room for words; a masked sample takes at least 3")
+        return maker
+    lengths = SpanLengths.of(needs.length)
     if len(vocabulary.sentinels) < lengths.spans:
         raise InvalidInput(
-            f"tokenizer: it has {len(vocabulary.sentinels)} sentinels (<extra_id_0> …); samples of {wanted.length} "
+            f"tokenizer: it has {len(vocabulary.sentinels)} sentinels (<extra_id_0> …); samples of {needs.length} "
             f"tokens need {lengths.spans}: take T5's tokenizer, 'bytes' or 'train', or a shorter sequence length"
         )
-    end = wanted.end if vocabulary.end is None else vocabulary.end
+    end = needs.end if vocabulary.end is None else vocabulary.end
     return Spans(lengths, vocabulary.sentinels, end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
@@ -13,13 +13,13 @@ from galvatron.train.data.dataset import Dataset, split
 from galvatron.train.data.documents import StorySource, TextSource, text_source
 from galvatron.train.data.images import image_folder, saved_normalisation
 from galvatron.train.data.language import LanguageData, PackedStream
-from galvatron.train.data.objectives import SpanLengths, making_of
+from galvatron.train.data.objectives import SpanLengths, sample_maker_of
+from galvatron.train.data.requirements import ImageRequirements, Objective, TokenRequirements, requirements_of
 from galvatron.train.data.synthetic import synthetic
 from galvatron.train.data.tokens import default_cache, pack, trained_on
 from galvatron.train.data.vocabulary import ByteTokenizer, SavedTokenizer, Tokenizer, has_tokenizer
-from galvatron.train.data.wanted import ImagesWanted, Objective, TokensWanted, wanted_by
 
-__all__ = ["Data", "check_paths", "open_data"]
+__all__ = ["Data", "DataOptions", "check_paths", "open_data"]
 
 _STORIES = 4000
 """Of the source "stories": a good megabyte."""
@@ -35,29 +35,36 @@ class Data:
     """Folder of the tokenizer, to be kept with the trained model; None for bytes, images and synthetic data."""
 
 
+class DataOptions(TypedDict, total=False):
+    """What may be said about data besides what they are."""
+
+    tokenizer: str | Path | None
+    """A folder, "bytes", or "train"; else that of the model's folder."""
+    model_folder: Path | None
+    """Its ``preprocessor_config.json`` also says how images are normalised."""
+    seed: int
+    """Decides generated data only."""
+    cache: Path | None
+    """Where tokens are kept."""
+    held_out: float
+    """The share of samples kept for evaluation."""
+
+
 def open_data(
-    spec: str | Path | None,
-    config: Mapping[str, Any],
-    training: Training,
-    *,
-    tokenizer: str | Path | None = None,
-    model_folder: Path | None = None,
-    seed: int = 0,
-    cache: Path | None = None,
-    held_out: float = 0.0,
+    spec: str | Path | None, config: Mapping[str, Any], training: Training, **options: Unpack[DataOptions]
 ) -> Data:
     """The data that ``spec`` names, for the model of this configuration (the content of a ``config.json``).
 
     ``spec``: None or "synthetic"; "stories", generated English; or a path: for language models a file or folder of
     ``.txt``, ``.jsonl``, ``.parquet`` or ``.arrow``, or what ``save_to_disk`` of Hugging Face's datasets wrote; for
-    image models a folder of class folders. ``tokenizer``: a folder, "bytes", or "train"; else that of
-    ``model_folder``, whose ``preprocessor_config.json`` also says how images are normalised. ``seed`` decides generated
-    data only. ``held_out`` is the share of samples kept for evaluation. Tokens are kept in ``cache``.
+    image models a folder of class folders.
     """
-    wanted = wanted_by(config, training)
+    tokenizer, model_folder = options.get("tokenizer"), options.get("model_folder")
+    seed, cache, held_out = options.get("seed", 0), options.get("cache"), options.get("held_out", 0.0)
+    needs = requirements_of(config, training)
     spec = spec or "synthetic"
     made_up = str(spec) == "synthetic"
-    if tokenizer is not None and (made_up or isinstance(wanted, ImagesWanted)):
+    if tokenizer is not None and (made_up or isinstance(needs, ImageRequirements)):
         raise InvalidInput(
             f"tokenizer {str(tokenizer)!r}: {'synthetic data' if made_up else 'an image model'} needs none; leave it "
             "out, or name the text to train a language model on"
@@ -67,18 +74,18 @@ def open_data(
     dataset: Dataset
     if made_up:
         dataset = synthetic(config, training, seed=seed)
-    elif isinstance(wanted, ImagesWanted):
+    elif isinstance(needs, ImageRequirements):
         root = _existing(spec)
         if not root.is_dir():
             raise InvalidInput(f"data {str(root)!r}: is a file; expected a folder of class folders with images")
-        normalisation = saved_normalisation(model_folder, wanted.channels)
-        dataset = image_folder(root, wanted, normalisation, augment=True)
+        normalisation = saved_normalisation(model_folder, needs.channels)
+        dataset = image_folder(root, needs, normalisation, augment=True)
         evaluated = replace(dataset, augment=False)
     else:
         source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec))
         cache = cache or default_cache()
-        chosen, folder = _tokenizer(tokenizer, model_folder, source, wanted, cache)
-        dataset = _text(source, chosen, wanted, cache)
+        chosen, folder = _tokenizer(tokenizer, model_folder, source, needs, cache)
+        dataset = _text(source, chosen, needs, cache)
     if not held_out:
         return Data(dataset, None, folder)
     train, held = split(dataset, held_out, evaluated=evaluated)
@@ -104,7 +111,7 @@ def _existing(spec: str | Path) -> Path:
 
 
 def _tokenizer(
-    given: str | Path | None, model_folder: Path | None, source: TextSource, wanted: TokensWanted, cache: Path
+    given: str | Path | None, model_folder: Path | None, source: TextSource, needs: TokenRequirements, cache: Path
 ) -> tuple[Tokenizer, Path | None]:
     """The tokenizer, and its folder if it has one."""
     if given is None and model_folder is not None and has_tokenizer(model_folder):
@@ -116,29 +123,29 @@ def _tokenizer(
             f"data {source.name!r}: no tokenizer was given, and the model's folder has none; give the folder of one, "
             "'bytes' (each byte a token), or 'train' (trained on this data)"
         )
-    sentinels = SpanLengths.of(wanted.length).spans if wanted.objective is Objective.SPANS else 0
+    sentinels = SpanLengths.of(needs.length).spans if needs.objective is Objective.SPANS else 0
     if str(given) == "bytes":
         return ByteTokenizer(sentinels), None
     if str(given) == "train":
-        trained = trained_on(source, cache, words=wanted.vocabulary, sentinels=sentinels)
+        trained = trained_on(source, cache, words=needs.vocabulary, sentinels=sentinels)
         return trained, trained.folder
     saved = SavedTokenizer(Path(given))
     return saved, saved.folder
 
 
-def _text(source: TextSource, tokenizer: Tokenizer, wanted: TokensWanted, cache: Path) -> LanguageData:
+def _text(source: TextSource, tokenizer: Tokenizer, needs: TokenRequirements, cache: Path) -> LanguageData:
     words = tokenizer.vocabulary.size
-    if words > wanted.vocabulary:
+    if words > needs.vocabulary:
         raise InvalidInput(
-            f"tokenizer: it has {words} tokens, the model's vocabulary {wanted.vocabulary}; take the model's own "
+            f"tokenizer: it has {words} tokens, the model's vocabulary {needs.vocabulary}; take the model's own "
             "tokenizer, 'train', or a model with a larger vocab_size"
         )
-    making = making_of(wanted, tokenizer.vocabulary)
+    maker = sample_maker_of(needs, tokenizer.vocabulary)
     packed = pack(source, tokenizer, cache)
-    dataset = LanguageData(PackedStream(packed), making)
+    dataset = LanguageData(PackedStream(packed), maker)
     if not len(dataset):
         raise InvalidInput(
-            f"data {source.name!r}: has {len(packed.tokens)} tokens; one sample takes {making.tokens}; give more text "
+            f"data {source.name!r}: has {len(packed.tokens)} tokens; one sample takes {maker.tokens}; give more text "
             "or a shorter sequence length"
         )
     return dataset

@@ -19,10 +19,10 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.train.data.dataset import Dataset, Sample
 from galvatron.train.data.language import LanguageData
-from galvatron.train.data.objectives import SpanLengths, making_of
+from galvatron.train.data.objectives import SpanLengths, sample_maker_of
 from galvatron.train.data.order import generator_of, mixed
+from galvatron.train.data.requirements import ImageRequirements, Objective, TokenRequirements, requirements_of
 from galvatron.train.data.vocabulary import Vocabulary
-from galvatron.train.data.wanted import ImagesWanted, Objective, TokensWanted, wanted_by
 
 __all__ = ["ZipfTokens", "synthetic"]
 
@@ -57,19 +57,19 @@ class ZipfTokens:
 class PatternImages:
     """Images of random classes."""
 
-    wanted: ImagesWanted
+    needs: ImageRequirements
     seed: int
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.wanted} {self.seed}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.needs} {self.seed}".encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return _SAMPLES
 
     def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = frozenset()) -> Sample:
-        size = (self.wanted.channels, self.wanted.height, self.wanted.width)
-        label = mixed(self.seed, index) % self.wanted.classes
+        size = (self.needs.channels, self.needs.height, self.needs.width)
+        label = mixed(self.seed, index) % self.needs.classes
         if "pixel_values" in unread:
             return {"pixel_values": torch.zeros(size), "labels": torch.tensor(label)}
         pattern = torch.randn(1, size[0], _PATTERN, _PATTERN, generator=generator_of(self.seed, label))
@@ -79,27 +79,27 @@ class PatternImages:
 
 def synthetic(config: Mapping[str, Any], training: Training, *, seed: int = 0) -> Dataset:
     """Random data of the right kind for the model of this configuration; ``seed`` decides how classes look."""
-    wanted = wanted_by(config, training)
-    if isinstance(wanted, ImagesWanted):
-        return PatternImages(wanted, seed)
-    vocabulary, stream = _words(wanted)
-    return LanguageData(stream, making_of(wanted, vocabulary))
+    needs = requirements_of(config, training)
+    if isinstance(needs, ImageRequirements):
+        return PatternImages(needs, seed)
+    vocabulary, stream = _words(needs)
+    return LanguageData(stream, sample_maker_of(needs, vocabulary))
 
 
-def _words(wanted: TokensWanted) -> tuple[Vocabulary, ZipfTokens]:
+def _words(needs: TokenRequirements) -> tuple[Vocabulary, ZipfTokens]:
     """Special tokens at the end of the vocabulary, as in T5's own code, and the words before them."""
-    size, first, special = wanted.vocabulary, 0, 0
-    if wanted.objective is Objective.MASKED:
+    size, first, special = needs.vocabulary, 0, 0
+    if needs.objective is Objective.MASKED:
         special = 1
-    elif wanted.objective is Objective.SPANS:
-        first, special = wanted.end + 1, SpanLengths.of(wanted.length).spans
+    elif needs.objective is Objective.SPANS:
+        first, special = needs.end + 1, SpanLengths.of(needs.length).spans
     if size - special <= first:
         raise InvalidInput(
             f"synthetic data: a vocabulary of {size} leaves no words beside {special} special tokens at its end and "
             f"{first} at its beginning; give the model a larger one"
         )
     ends = tuple(range(size - 1, size - 1 - special, -1))
-    masked = wanted.objective is Objective.MASKED
+    masked = needs.objective is Objective.MASKED
     vocabulary = Vocabulary(
         size=size - special,
         mask=ends[0] if masked else None,

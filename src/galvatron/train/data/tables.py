@@ -71,6 +71,7 @@ def rows_of_saved(folder: Path) -> Iterator[str]:
 
 
 def rows_of_parquet(path: Path) -> Iterator[str]:
+    """The rows of a Parquet file, batch by batch."""
     parquet = extra("pyarrow.parquet", f"{path}: reading Parquet")
     return _rows(path, lambda: _parquet_batches(parquet.ParquetFile(path), path))
 

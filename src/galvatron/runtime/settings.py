@@ -1,0 +1,22 @@
+"""How a rank computes: what every part of the runtime is told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ComputeSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings:
+    """Device, types and seed of a rank."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations and working parameters."""
+    master_dtype: torch.dtype
+    """Of masters, gradients' sums and optimizer states."""
+    seed: int
+    """Of random numbers."""

@@ -1,0 +1,206 @@
+"""What a plan is tried out with before it trains: a tiny copy of the model under the same stages, and its batches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Kind, Precision, Strategy, factor_by_factor
+from galvatron.families.build import build_meta, without_weights
+from galvatron.families.generic.adapter import LossFunction
+from galvatron.families.layer import IGNORED, Batch, LayeredModel
+from galvatron.families.registry import layered_model
+from galvatron.families.tiny import TINY_TOKENS, tiny_config
+from galvatron.planner.plan.plan import Plan
+from galvatron.runtime.checks import check_model, kinds_of
+
+__all__ = ["NotChecked", "Trial", "trial_of"]
+
+_MOST_PARAMETERS = 50_000_000
+"""Of a model that is compared: more would take more than seconds, and memory that the run needs."""
+_LENGTH = 16
+"""Tokens of a sample, rounded up to what TP degrees divide."""
+_SEED = 20_231_116
+_IGNORED_SHARE = 0.2
+
+
+class NotChecked(Exception):
+    """Why a model cannot be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model with weights, what it is given, and the plan it runs under."""
+
+    model: nn.Module
+    plan: Plan
+    batches: Mapping[str, Batch]
+    """By what is special about them."""
+    targets: Mapping[str, int]
+    example: Batch | None
+    loss: LossFunction | None
+
+
+def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
+    """The tiny copy, or the model itself if it is small; raises :class:`NotChecked` where neither will do."""
+    reasons = []
+    for make in (_tiny_copy, _itself):
+        try:
+            trial_model = make(model, plan)
+            small = _shortened(example, _length(plan)) if make is _tiny_copy else example
+            return _prepared(trial_model, plan, small, loss)
+        except NotChecked as reason:
+            reasons.append(str(reason))
+        except (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            what = "a tiny copy" if make is _tiny_copy else "a copy"
+            reasons.append(f"{what} of it cannot run under the plan ({str(error).partition(chr(10))[0]})")
+    raise NotChecked("; ".join(reasons))
+
+
+def _tiny_copy(model: Any, plan: Plan) -> nn.Module:
+    if not type(model).__module__.startswith("transformers."):
+        raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
+    degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
+    return _built(model, tiny_config(model.config, degree=degree), plan)
+
+
+def _itself(model: Any, plan: Plan) -> nn.Module:
+    count = sum(own.numel() for own in model.parameters())
+    if count > _MOST_PARAMETERS:
+        raise NotChecked(f"it has {count:,} parameters itself, more than {_MOST_PARAMETERS:,}")
+    if not any(own.is_meta for own in model.parameters()):
+        return _made_equal(copy.deepcopy(model).to("cpu", torch.float32))
+    if not type(model).__module__.startswith("transformers."):
+        raise NotChecked("it has no weights")
+    return _built(model, model.config, plan)
+
+
+def _built(model: Any, config: Any, plan: Plan) -> nn.Module:
+    """A stock model of the same class with random weights."""
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    empty: Any = build_meta(config, replace(plan.model.training, dropout=False), as_named=True)
+    count = sum(own.numel() for own in empty.parameters())
+    if count > _MOST_PARAMETERS:
+        raise NotChecked(f"its smallest copy has {count:,} parameters, more than {_MOST_PARAMETERS:,}")
+    torch.manual_seed(_SEED)
+    attention = empty.config._attn_implementation
+    return _made_equal(type(empty)._from_config(empty.config, attn_implementation=attention, dtype=torch.float32))
+
+
+@torch.no_grad()
+def _made_equal(model: nn.Module) -> nn.Module:
+    """The model without random numbers in forward, with weights that hide nothing: a bias of zero that is added twice,
+    or a gate that starts closed, would."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(_SEED)
+    for own in model.parameters():
+        spread = 0.1 if own.ndim < 2 else 0.3 / math.sqrt(own.shape[-1])
+        own.add_(torch.randn(own.shape, generator=generator) * spread)
+    return model.train()
+
+
+def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
+    layered = layered_model(without_weights(model), example, loss)
+    rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
+    batches = _batches(layered, model, rows * count, _length(plan), example, loss)
+    plan = replace(plan, batch=rows * count, micro_batches=count)
+    training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
+    if "input_ids" in batches["plain"]:
+        training = replace(training, sequence_length=batches["plain"]["input_ids"].shape[1])
+    plan = replace(plan, model=replace(plan.model, training=training, config=None))
+    plan = replace(plan, model=replace(plan.model, kinds=kinds_of(plan, layered)))
+    check_model(plan, layered)
+    targets = {name: layered.targets(batch) for name, batch in batches.items()}
+    return Trial(model=model, plan=plan, batches=batches, targets=targets, example=example, loss=loss)
+
+
+def _strategies(plan: Plan) -> list[Strategy]:
+    return [strategy for stage in plan.stages for strategy in stage.strategies]
+
+
+def _length(plan: Plan) -> int:
+    return math.lcm(_LENGTH, *(strategy.degree(Kind.TP) for strategy in _strategies(plan)))
+
+
+def _rows(plan: Plan) -> int:
+    """The smallest micro-batch that is divided, and changes its layout, as the plan's own."""
+
+    def alike(rows: int) -> bool:
+        if any(rows % strategy.data_degree for strategy in _strategies(plan)):
+            return False
+        changes = [pair for stage in plan.stages for pair in pairwise(stage.strategies)]
+        return all(
+            factor_by_factor(first.batch_factors, second.batch_factors, rows)
+            == factor_by_factor(first.batch_factors, second.batch_factors, plan.micro_batch)
+            for first, second in changes
+        )
+
+    return next(rows for rows in range(1, plan.micro_batch + 1) if plan.micro_batch % rows == 0 and alike(rows))
+
+
+# Batches
+
+
+def _shortened(example: Batch | None, length: int) -> Batch | None:
+    """An example for a tiny copy: short, and of tokens that it has."""
+    if example is None or "input_ids" not in example:
+        return example
+    shape = example["input_ids"].shape[:2]
+    short = {name: own[:, :length] if own.shape[:2] == shape else own for name, own in example.items()}
+    return _with_few_tokens(short)
+
+
+def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
+    found = dict(batch)
+    if "input_ids" in batch:
+        for name in {"input_ids", "decoder_input_ids", "labels"} & batch.keys():
+            if not batch[name].is_floating_point():
+                found[name] = torch.where(batch[name] < 0, batch[name], batch[name] % TINY_TOKENS)
+    return found
+
+
+def _batches(
+    layered: LayeredModel, model: Any, rows: int, length: int, example: Batch | None, loss: LossFunction | None
+) -> Mapping[str, Batch]:
+    """One with labels that do not count, and one with padding where the model knows it."""
+    stock = type(model).__module__.startswith("transformers.")
+    tokens = example is None and getattr(model, "main_input_name", None) == "input_ids"
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw() -> dict[str, Tensor]:
+        drawn = layered.example(rows, length if tokens else None, generator)
+        drawn = _with_few_tokens(drawn) if stock else dict(drawn)
+        batch = {name: own.float() if own.is_floating_point() else own for name, own in drawn.items()}
+        labels = batch["labels"]
+        if loss is None and not labels.is_floating_point() and (labels.ndim > 1 or (stock and rows > 1)):
+            ignored = torch.rand(labels.shape, generator=generator) < _IGNORED_SHARE
+            ignored[0] = ignored[0] if labels.ndim > 1 else False  # something must count
+            batch["labels"] = torch.where(ignored, IGNORED, labels)
+        return batch
+
+    batches = {"plain": draw()}
+    if stock and "input_ids" in batches["plain"] and "attention_mask" in inspect.signature(model.forward).parameters:
+        padded = draw()
+        shape = padded["input_ids"].shape
+        kept = shape[1] - torch.tensor([(row + 1) % 3 * shape[1] // 5 for row in range(rows)])
+        mask = (torch.arange(shape[1])[None] < kept[:, None]).long()
+        padded["attention_mask"] = mask
+        if padded["labels"].shape == shape:
+            padded["labels"] = torch.where(mask.bool(), padded["labels"], IGNORED)
+        batches["padded"] = padded
+    return batches

@@ -1,0 +1,58 @@
+"""With how many samples layers are measured: as many as TP leaves work for, within time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from galvatron.core.spec import Cluster, ModelSpec, Training
+from galvatron.families import load_cluster, load_model
+from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, variants_of
+from galvatron.planner.space import divisors
+
+
+def _probes(model: ModelSpec, cluster: Cluster) -> tuple[LayerProbe, ...]:
+    return probes_of(model, cluster, variants_of(model, divisors(cluster.devices), cluster.devices))
+
+
+def _counts(probes: tuple[LayerProbe, ...], layer: str, tp: int) -> list[int]:
+    return [
+        one.samples
+        for one in probes
+        if one.variant.layer == layer and one.variant.strategy == (f"tp{tp}" if tp > 1 else "single")
+    ]
+
+
+def test_a_split_layer_has_as_much_to_do_as_a_whole_one() -> None:
+    model = load_model("bert-huge-32", Training(sequence_length=512))
+    probes = _probes(model, load_cluster("titan-rtx-8"))
+    assert _counts(probes, "encoder", 1) == [1, 2, 4, 8]
+    assert _counts(probes, "encoder", 8) == [1, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("llama2-7b", "h100-64"), ("llama3-70b", "h100-64"), ("llama2-7b", "h100-1024")]
+)
+def test_what_is_measured_fits(name: str, cluster: str) -> None:
+    """Of the largest degrees few layers are left, and many samples of them: logits of thousands would not fit."""
+    model, where = load_model(name, Training()), load_cluster(cluster)
+    kinds = {kind.name: kind for kind in model.kinds}
+    probes = _probes(model, where)
+    for probe in probes:
+        kind, parts = kinds[probe.variant.layer], probe.variant.tp
+        saved = probe.samples * (kind.split_activation_bytes / parts + kind.replicated_activation_bytes)
+        assert probe.samples <= 2 or saved <= where.device.memory_bytes / 4
+
+
+def test_there_are_two_numbers_of_samples_however_slow_or_small_the_device() -> None:
+    cluster = load_cluster("titan-rtx-8")
+    weak = replace(cluster, device=replace(cluster.device, fp32_flops_per_s=1e6, memory_bytes=1 << 20))
+    probes = _probes(load_model("bert-large", Training()), weak)
+    for variant in {probe.variant for probe in probes}:
+        assert [probe.samples for probe in probes if probe.variant == variant] == [1, 2]
+
+
+def test_sharded_and_recomputed_layers_have_the_samples_of_plain_ones() -> None:
+    probes = set(_probes(load_model("t5-large", Training()), load_cluster("titan-rtx-8")))
+    assert {replace(one, variant=replace(one.variant, sharded=False, recompute=False)) for one in probes} <= probes

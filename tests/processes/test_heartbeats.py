@@ -1,0 +1,89 @@
+"""Who is to blame when a job does not move, from what the ranks last said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from galvatron.processes.heartbeats import Heartbeat, LastSeen, judge, where_am_i
+
+_TIMEOUT_S = 10.0
+_BEAT = Heartbeat(
+    rank=0,
+    stage=0,
+    host="a",
+    machine="m",
+    pid=1,
+    number=5,
+    step=3,
+    phase="forward and backward",
+    where="all_reduce",
+    waiting=True,
+    memory_bytes=0,
+)
+
+
+def _last_seen(*heartbeats: Heartbeat, alive_at: float = 100.0, moved_at: float = 100.0) -> list[LastSeen]:
+    return [LastSeen(replace(heartbeat, rank=rank), alive_at, moved_at) for rank, heartbeat in enumerate(heartbeats)]
+
+
+def test_nobody_while_all_move() -> None:
+    assert judge(_last_seen(_BEAT, _BEAT), 105.0, _TIMEOUT_S, _TIMEOUT_S) is None
+
+
+def test_a_silent_rank_even_if_it_seems_to_wait() -> None:
+    last_seen = _last_seen(_BEAT, _BEAT, _BEAT, alive_at=120.0)
+    last_seen[1].alive_at = 100.0
+    verdict = judge(last_seen, 120.0, _TIMEOUT_S, _TIMEOUT_S)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "rank 1 (stage 0" in verdict.message
+    assert "others wait for it in all_reduce" in verdict.message
+
+
+def test_a_rank_that_was_cut_off_waits_less_for_a_sign_but_not_for_progress() -> None:
+    last_seen = _last_seen(_BEAT, _BEAT, alive_at=105.0)
+    assert judge(last_seen, 106.0, _TIMEOUT_S, 2.0) is None
+    last_seen[1].alive_at = 103.0
+    verdict = judge(last_seen, 106.0, _TIMEOUT_S, 2.0)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert "no sign of life for 2 s" in verdict.message
+
+
+def test_of_ranks_that_do_not_move_the_one_that_does_not_wait() -> None:
+    busy = replace(_BEAT, waiting=False, where="decode")
+    verdict = judge(_last_seen(_BEAT, _BEAT, busy, alive_at=120.0), 120.0, _TIMEOUT_S, _TIMEOUT_S)
+    assert verdict is not None
+    assert verdict.ranks == (2,)
+    assert "decode" in verdict.message
+
+
+def test_one_rank_that_moves_clears_all() -> None:
+    last_seen = _last_seen(_BEAT, _BEAT, alive_at=120.0)
+    last_seen[0].moved_at = 115.0
+    assert judge(last_seen, 120.0, _TIMEOUT_S, _TIMEOUT_S) is None
+
+
+def test_before_the_first_step_ranks_need_only_be_alive() -> None:
+    starting = replace(_BEAT, step=0, phase="starting", waiting=False)
+    assert judge(_last_seen(starting, starting, alive_at=120.0), 120.0, _TIMEOUT_S, _TIMEOUT_S) is None
+    assert judge(_last_seen(starting, starting), 120.0, _TIMEOUT_S, _TIMEOUT_S) is not None
+
+
+def test_those_that_are_done_are_left_alone() -> None:
+    done = replace(_BEAT, phase="done")
+    assert judge(_last_seen(done, done), 1000.0, _TIMEOUT_S, _TIMEOUT_S) is None
+
+
+def test_a_sighting_tells_signs_of_life_from_progress() -> None:
+    seen = LastSeen(_BEAT, 1.0, 1.0)
+    seen.see(replace(_BEAT, number=6), 2.0)
+    assert (seen.alive_at, seen.moved_at) == (2.0, 1.0)
+    seen.see(replace(_BEAT, number=6, step=4), 3.0)
+    assert (seen.alive_at, seen.moved_at) == (2.0, 3.0)
+
+
+def test_a_process_knows_where_it_is() -> None:
+    where, waiting = where_am_i()
+    assert where.startswith("test_a_process_knows_where_it_is (test_beats.py:")
+    assert not waiting
