@@ -102,6 +102,7 @@ def test_out_of_memory(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch,
     assert all(int(run.message.split("out of memory: ")[1].split()[0]) > 8_000_000 for run in runs)
 
 
+@pytest.mark.slow
 def test_goes_on_where_it_stopped(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     cells = ["--models", "bert-huge-32", "--budgets", "10MB", "--systems", "sdp,3d"]

@@ -56,10 +56,10 @@ def _alone(plan: Plan, parts: int) -> list[float]:
     ("model", "system"),
     [
         ("bert-huge-32", "dp"),
-        ("bert-huge-32", "tp"),
+        pytest.param("bert-huge-32", "tp", marks=pytest.mark.slow),
         ("bert-huge-32", "pp"),
         ("vit-huge-32", "tp"),
-        ("vit-huge-32", "pp"),
+        pytest.param("vit-huge-32", "pp", marks=pytest.mark.slow),
         *[
             pytest.param(model, system, marks=pytest.mark.slow)
             for model in ("vit-huge-32", "t5-large-32", "swin-huge-32")

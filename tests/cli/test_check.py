@@ -57,6 +57,7 @@ def test_an_unknown_architecture(
     assert all(each["equal"] for each in found.values())
 
 
+@pytest.mark.slow
 def test_a_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(monkeypatch, capsys, "llama-tiny", "--devices", "2")
     assert status == 0, err
@@ -112,6 +113,7 @@ def test_plans_for_many_devices_are_refused(
     assert "is for 64 devices; expected 1 to 16" in err
 
 
+@pytest.mark.slow
 def test_what_no_process_can_build_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

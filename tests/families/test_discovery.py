@@ -87,9 +87,9 @@ assert "torch" not in sys.modules
 
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
-from galvatron.families.registry import cut
+from galvatron.families.registry import layered_model
 model = build_meta({**preset.model.config, "architectures": None}, Training())
-layers = cut(model).layers
+layers = layered_model(model).layers
 print(json.dumps({
     "families": [plan.model.family, preset.model.family],
     "last preset": model_names()[-1],

@@ -49,6 +49,7 @@ def _run(processes: int, script: Path, plan: Path) -> tuple[subprocess.Completed
     return done, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_wrong_number_of_processes_is_said_once_without_a_traceback(tmp_path: Path, plan_file: Path) -> None:
     done, _ = _run(1, tmp_path / "train.py", plan_file)
     assert done.returncode != 0

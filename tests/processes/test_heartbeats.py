@@ -85,5 +85,5 @@ def test_a_sighting_tells_signs_of_life_from_progress() -> None:
 
 def test_a_process_knows_where_it_is() -> None:
     where, waiting = where_am_i()
-    assert where.startswith("test_a_process_knows_where_it_is (test_beats.py:")
+    assert where.startswith("test_a_process_knows_where_it_is (test_heartbeats.py:")
     assert not waiting

@@ -278,7 +278,7 @@ def _clipping_scales_nothing() -> _Patches:
 
 @_mutant
 def _the_loss_counts_every_copy() -> _Patches:
-    yield _wrapped(ParallelModel, "__init__", lambda _, self, **parts: setattr(self, "_loss_replicas", 1))
+    yield _wrapped(ParallelModel, "__init__", lambda _, self, *parts: setattr(self, "_loss_replicas", 1))
 
 
 # Tied weights

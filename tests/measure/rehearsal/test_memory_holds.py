@@ -21,7 +21,10 @@ from memory_table import CASES
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CPU = torch.device("cpu")
-_MORE = {"bert sdp4", "bert dp4+zero2", "llama tp4+sp", "t5 dp4", "swin dp2-tp2", "vit dp4+rc"}
+_MORE = {
+    "bert sdp4", "bert dp4+zero2", "llama tp4+sp", "t5 dp4", "swin dp2-tp2", "vit dp4+rc", "llama sdp4+rc",
+    "gpt2 mixed", "llama tp2 and sdp4", "llama pp4 1f1b", "vit pp2 1f1b", "swin pp2 gpipe",
+}  # fmt: skip
 """Left to the longer run: the family has the strategy in a mixed plan or a pipeline, and another has it alone."""
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from longer import longer
 from random_parts import random_cluster
 from search_oracles import (
     ENOUGH,
@@ -44,7 +45,7 @@ def throughput(optimum: Optimum | None) -> Fraction:
 # ------------------------------------------------------------------------------------------------- the optimum itself
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *map(longer, range(1, 10))])
 def test_equals_brute_force(seed: int) -> None:
     """140 problems, in the longer run 700: random models, clusters, spaces, switches, schedules and batches."""
     feasible = binding = 0
@@ -65,10 +66,11 @@ def test_equals_brute_force(seed: int) -> None:
     assert binding >= 20, "the instances test too little: memory seldom decides"
 
 
-def test_equals_brute_force_where_stages_share_cores() -> None:
+@pytest.mark.parametrize("trials", [40, longer(120)])
+def test_equals_brute_force_where_stages_share_cores(trials: int) -> None:
     """The pace of a pipeline then depends on the mean of its stages too; contentions are whole, so that it is exact."""
     feasible = deep = 0
-    for trial in range(120):
+    for trial in range(trials):
         rng = np.random.default_rng((23, trial))
         free = random_problem(rng, most_work=1500)
         cluster = replace(free.cost.cluster, compute_contention=float(2 ** int(rng.integers(1, 4))))
@@ -81,15 +83,16 @@ def test_equals_brute_force_where_stages_share_cores() -> None:
         assert throughput(optimum) == Fraction(expected.batch, expected.iteration_ns), trial
         feasible += 1
         deep += optimum.pipeline_degree > 1
-    assert feasible >= 50
-    assert deep >= 15, "pipelines seldom win, so the comparison proves little"
+    assert feasible >= trials * 5 // 12
+    assert deep >= trials // 8, "pipelines seldom win, so the comparison proves little"
 
 
-def test_equals_brute_force_where_sequences_are_divided() -> None:
+@pytest.mark.parametrize("trials", [80, longer(200)])
+def test_equals_brute_force_where_sequences_are_divided(trials: int) -> None:
     """Layers with and without sequence parallelism side by side: gathering between them must be charged, and layers
     that have no sequence to divide must not take it."""
     mixed = plain = 0
-    for trial in range(200):
+    for trial in range(trials):
         rng = np.random.default_rng((17, trial))
         free = random_problem(rng, most_work=1500)
         kinds = frozenset({Kind.DP, Kind.TP} if trial % 2 else {Kind.TP})
@@ -112,8 +115,8 @@ def test_equals_brute_force_where_sequences_are_divided() -> None:
         for stage in optimum.strategies:
             mixed += any(a.sequence_parallel != b.sequence_parallel for a, b in pairwise(stage))
             plain += not any(strategy.sequence_parallel for strategy in stage)
-    assert mixed >= 15, "sequences are seldom divided beside others that are whole, so the comparison proves little"
-    assert plain >= 20
+    assert mixed >= trials * 3 // 40, "sequences are seldom divided beside whole ones, so the comparison proves little"
+    assert plain >= trials // 10
 
 
 def test_equals_the_table_with_all_cuts() -> None:
@@ -213,23 +216,25 @@ def _best_pipeline(problem: Problem) -> Fraction:
 # ------------------------------------------------------------------------------------------------------- the promises
 
 
-def test_more_memory_is_never_slower() -> None:
+@pytest.mark.parametrize("trials", [25, longer(60)])
+def test_more_memory_is_never_slower(trials: int) -> None:
     """A user who buys memory must not get a slower plan: throughput rises with the budget, step by step."""
     rises = 0
-    for trial in range(60):
+    for trial in range(trials):
         rng = np.random.default_rng((12, trial))
         problem = limited(rng, random_problem(rng, most_work=20_000))
         budgets = [int(problem.budget * share) for share in (0.5, 0.7, 0.9, 1.0, 1.001, 1.1, 1.5, 2.5)]
         speeds = [throughput(search(replace(problem, budget=budget))) for budget in budgets]
         assert speeds == sorted(speeds), trial
         rises += speeds[0] < speeds[-1]
-    assert rises > 30
+    assert rises > trials // 2
 
 
-def test_a_larger_space_is_never_slower() -> None:
+@pytest.mark.parametrize("trials", [25, longer(60)])
+def test_a_larger_space_is_never_slower(trials: int) -> None:
     """More kinds, pipelines, switches or batches: whatever the smaller space finds is in the larger one too."""
     rises = 0
-    for trial in range(60):
+    for trial in range(trials):
         rng = np.random.default_rng((13, trial))
         problem = limited(rng, random_problem(rng, most_work=20_000))
         least = Space(name="s", title="", kinds=frozenset({Kind.DP}), pipeline="none")
@@ -245,7 +250,7 @@ def test_a_larger_space_is_never_slower() -> None:
         speeds.append(throughput(search(replace(problem, space=growing[-1], batches=(*problem.batches, 32)))))
         assert speeds == sorted(speeds), trial
         rises += speeds[0] < speeds[-1]
-    assert rises > 30
+    assert rises > trials * 30 // 60
 
 
 def _rule_cuts(problem: Problem, rule: CutRule, batch: int, degree: int) -> Iterable[tuple[int, ...]]:
