@@ -49,7 +49,7 @@ class Settings:
     """A file or folder; None: synthetic."""
     tokenizer: str | None = None
     workers: int = 0
-    """Processes that prepare batches beside each rank; 0: the rank itself does, between steps."""
+    """Threads that prepare batches beside each rank; 0: the rank itself does, between steps."""
     weights: str | None = None
     """A folder of safetensors to start from."""
     evaluate_every: int | None = None
