@@ -3,12 +3,12 @@
 #   make test    set up, then lint, types and tests
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
-.PHONY: demo test test-all lint bench pictures clean
+.PHONY: demo test pytest test-all lint bench pictures clean
 
 $(PLANNER): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -32,8 +32,12 @@ demo: $(RUNTIME)
 	  --lr 2e-3 --save-every 20 --evaluate-every 20 --out runs/demo
 	$(BIN)/galvatron export runs/demo runs/demo/model
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# Types take a minute on one core, so tests run beside them.
+test: $(DEV)
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(DEV)
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest -m "slow or not slow"

@@ -87,12 +87,11 @@ def test_equals_brute_force_where_stages_share_cores(trials: int) -> None:
     assert deep >= trials // 8, "pipelines seldom win, so the comparison proves little"
 
 
-@pytest.mark.parametrize("trials", [80, longer(200)])
-def test_equals_brute_force_where_sequences_are_divided(trials: int) -> None:
+def test_equals_brute_force_where_sequences_are_divided() -> None:
     """Layers with and without sequence parallelism side by side: gathering between them must be charged, and layers
     that have no sequence to divide must not take it."""
     mixed = plain = 0
-    for trial in range(trials):
+    for trial in range(200):
         rng = np.random.default_rng((17, trial))
         free = random_problem(rng, most_work=1500)
         kinds = frozenset({Kind.DP, Kind.TP} if trial % 2 else {Kind.TP})
@@ -115,8 +114,8 @@ def test_equals_brute_force_where_sequences_are_divided(trials: int) -> None:
         for stage in optimum.strategies:
             mixed += any(a.sequence_parallel != b.sequence_parallel for a, b in pairwise(stage))
             plain += not any(strategy.sequence_parallel for strategy in stage)
-    assert mixed >= trials * 3 // 40, "sequences are seldom divided beside whole ones, so the comparison proves little"
-    assert plain >= trials // 10
+    assert mixed >= 15, "sequences are seldom divided beside whole ones, so the comparison proves little"
+    assert plain >= 20
 
 
 def test_equals_the_table_with_all_cuts() -> None:
