@@ -32,12 +32,12 @@ demo: $(RUNTIME)
 	  --lr 2e-3 --save-every 20 --evaluate-every 20 --out runs/demo
 	$(BIN)/galvatron export runs/demo runs/demo/model
 
-# Types take a minute on one core, so tests run beside them.
+# Checking types takes a minute of one core, so tests run beside it.
 test: $(DEV)
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest -m "slow or not slow"

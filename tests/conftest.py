@@ -27,13 +27,17 @@ _WORLDS = {
 """Sizes of the shared ranks that the tests of each folder use."""
 
 
+_ORDER = ("train", "measure", "benchmarks", "processes", "runtime", "cli", "planner/search", "")
+"""Folders whose tests take long, before the others."""
+
+
 def _folder(item: pytest.Item) -> str:
     return item.path.parent.relative_to(_HERE).as_posix()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole trainings first: files are dealt out in this order, and no worker should be left with a long one alone."""
-    items.sort(key=lambda item: _folder(item) != "train")
+    """Long files first: files are dealt out in this order, and no worker should be left with a long one alone."""
+    items.sort(key=lambda item: next(place for place, name in enumerate(_ORDER) if _folder(item).startswith(name)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -66,6 +66,7 @@ def test_a_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         assert line.split()[-1] == "equal", line
 
 
+@pytest.mark.slow
 def test_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     galvatron.plan("gpt2-tiny", "cpu-4", batch=8).save(tmp_path / "plan.json")
     status, out, err = _run(monkeypatch, capsys, str(tmp_path / "plan.json"), "--json")

@@ -32,6 +32,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
     """Two processes are measured, then a tiny model for them, then a plan is made from both files."""
     cluster_file, profile_file = cache / "cluster.toml", cache / "profile.toml"

@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
     return run
 
 
-@pytest.mark.parametrize("name", ["pipeline", _slow("mixed"), _slow("tensor parallel"), _slow("sharded")])
+@pytest.mark.parametrize("name", [_slow("pipeline"), _slow("mixed"), _slow("tensor parallel"), _slow("sharded")])
 def test_any_plan_gives_the_same_curve(name: str, whole: Callable[[str], Job], alone: list[float]) -> None:
     assert whole(name).losses() == pytest.approx(alone, abs=1e-4)
 

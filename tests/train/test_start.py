@@ -79,6 +79,7 @@ def plan_file(tmp_path: Path) -> str:
     return str(tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_after_a_kill_it_starts_again_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     folder, plan = RunFolder(tmp_path / "run"), plan_of(["dp2", "tp2", "sdp2", "dp2"])
     plan.save(tmp_path / "plan.json")
