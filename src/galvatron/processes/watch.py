@@ -224,4 +224,4 @@ class Watch:
 
 
 def _key(rank: int) -> str:
-    return f"galvatron/beat/{rank}"
+    return f"galvatron/heartbeat/{rank}"

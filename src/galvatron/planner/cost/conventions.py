@@ -25,7 +25,7 @@ class Conventions:
     layers_prefetched: int
     """Where it does, layers whose parameters are gathered ahead of the one that runs backward."""
     shared_stay_gathered: bool
-    """Whether SDP keeps weights that later layers borrow gathered, from their first use to their last."""
+    """Whether SDP keeps weights that later layers use gathered, from their first use to their last."""
     late_gradients: bool
     """Whether the place of a shard's gradient is made only when the first micro-batch's is reduced."""
     largest_layers_kept: int

@@ -1,4 +1,4 @@
-"""Stages in which layers borrow a tied weight: what they pay depends on how its owner splits it.
+"""Stages in which layers share a tied weight: what they pay depends on how its owner splits it.
 
 Without that price a stage is easier: its optimum is a lower bound, and the true optimum where nobody has to split the
 weight anew. Else each way in which the owner may split it is a stage of its own, with the owner held to that way and

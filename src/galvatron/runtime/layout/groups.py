@@ -45,7 +45,7 @@ class Position:
 
 
 def coordinate(index: int, factors: Iterable[Factor]) -> int:
-    """The number that some factors of an index spell, the one with the largest stride first."""
+    """An index along some factors, as in a mesh of their sizes, the one with the largest stride first."""
     value = 0
     for factor in sorted(factors, reverse=True):
         value = value * factor.size + index // factor.stride % factor.size
