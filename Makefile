@@ -3,7 +3,7 @@
 #   make test    set up, then lint, types and tests
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
@@ -37,7 +37,7 @@ test: $(DEV)
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: $(DEV)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
 	$(BIN)/python -m pytest -m "slow or not slow"

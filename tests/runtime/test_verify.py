@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from longer import longer
 from mutants import under
 from parity import cluster_of
 from ranks import ranks
@@ -140,7 +141,7 @@ def test_breaks_are_found_and_named_on_all_ranks(broken: str, strategies: list[s
     assert re.search(says, found[0])
 
 
-@pytest.mark.parametrize("mutant", ["dp averages instead of summing", "sdp averages instead of summing"])
+@pytest.mark.parametrize("mutant", ["dp averages instead of summing", longer("sdp averages instead of summing")])
 def test_gradients_averaged_instead_of_summed_are_found(mutant: str) -> None:
     found = ranks(4).run(under, mutant, _difference, _plan([_MIXED]))
     assert found[0] is not None
