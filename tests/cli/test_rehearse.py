@@ -70,6 +70,7 @@ def saved(plan: galvatron.Plan, tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_every_stage_is_measured_beside_its_prediction(run: Run, saved: str, plan: galvatron.Plan) -> None:
     done = run(saved, "--all-stages", "--device", "cpu", "--steps", "1", "--json")
     assert done.status == 0, done.err

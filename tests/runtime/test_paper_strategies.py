@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from longer import longer
@@ -19,6 +21,7 @@ _STRATEGIES = [
 ]  # fmt: skip
 _IN_FP32 = {(1, "sdp2-tp4"), (2, "tp2-dp2"), (4, "sdp2"), (8, "single")}
 """One of each number of stages, and each kind in one of them."""
+_IN_FP64 = {(1, "tp4-sdp2"), (2, "sdp4"), (4, "tp2"), (8, "single")}
 
 
 def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
@@ -40,7 +43,20 @@ def test_there_are_22() -> None:
     assert {degree for degree, _ in _STRATEGIES} == {1, 2, 4, 8}
 
 
-@pytest.mark.parametrize(("degree", "strategy"), _STRATEGIES)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_all_in_one_plan(degree: int) -> None:
+    """Every strategy of this many stages, layer after layer; the longer run has each by itself."""
+    own = [strategy for stages, strategy in _STRATEGIES if stages == degree]
+    each = max(len(own), 2)
+    case = replace(
+        _case(degree, own[0], torch.float64),
+        config=config("bert", num_hidden_layers=each * degree - 2),
+        stages=[[own[place % len(own)] for place in range(each)] for _ in range(degree)],
+    )
+    check(case)
+
+
+@pytest.mark.parametrize(("degree", "strategy"), [own if own in _IN_FP64 else longer(*own) for own in _STRATEGIES])
 def test_exact_in_fp64(degree: int, strategy: str) -> None:
     """Losses, norms, gradients and two AdamW steps; pipelines run 1F1B."""
     check(_case(degree, strategy, torch.float64))

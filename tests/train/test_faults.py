@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from injecting import alter, fail, fail_at, spoil, stall, starve
 from jobs import Job, plan_of, run_to_end
+from longer import longer
 
 from galvatron.core.errors import NonFinite, OutOfMemory, RankFailure, Unequal
 from galvatron.train.checkpoints.folder import complete
@@ -44,7 +45,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert complete(job.folder.checkpoints)[-1].step >= 3
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, longer(2)])
 def test_a_stopped_rank_is_found_and_named(tmp_path: Path, rank: int) -> None:
     job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), _ENDLESS)
     job.wait_for_step(2)
