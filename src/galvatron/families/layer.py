@@ -67,6 +67,11 @@ class Layer(nn.Module, ABC):
         """The layer with modules of its own, to be split and filled: stock models share some between layers."""
         return copy.deepcopy(self)
 
+    def replace_module(self, path: str, module: nn.Module) -> None:
+        """Put another module in the place of one of the layer's."""
+        owner, _, name = path.rpartition(".")
+        setattr(self.get_submodule(owner), name, module)
+
     def drawing_modules(self) -> Iterator[nn.Module]:
         """All modules that its forward runs: some may draw random numbers."""
         return self.modules()

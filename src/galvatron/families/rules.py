@@ -9,7 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Attribute", "Columns", "Region", "Rows", "Rule", "Table", "Vocabulary", "VocabularyLoss", "Whole"]
+__all__ = [
+    "Attribute",
+    "Columns",
+    "Experts",
+    "PartialGradients",
+    "Region",
+    "Rows",
+    "Rule",
+    "SharedKey",
+    "Summed",
+    "Table",
+    "Vocabulary",
+    "VocabularyLoss",
+    "Whole",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,11 @@ class Columns:
     """Projections fused into one weight, each split by itself (3: query, key and value side by side)."""
     reads: str | None = None
     """The region's argument that it projects; None: the first."""
+    input: int | None = None
+    """Outside of regions: projections with the same number read the same tensor, whose gradient is summed once for all
+    of them. None: nobody else reads it."""
+    gathered: bool = False
+    """Whether its outputs are put together again: what follows is computed whole on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +47,8 @@ class Rows:
     """A projection split by input features; its outputs are summed, its bias is whole and added once."""
 
     path: str
+    takes_whole: bool = False
+    """Whether its inputs are whole on each rank, which then uses its part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +60,13 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A parameter with attention heads along ``dim``, such as a relative position table."""
+    """A parameter that is split along ``dim``: with attention heads there, such as a relative position table, or with
+    the features of experts."""
 
     path: str
     dim: int
+    parts: int = 1
+    """Weights fused into one along the dim, each split by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +101,49 @@ class Whole:
     path: str
 
 
-Rule = Columns | Rows | Vocabulary | Table | Region | Attribute | VocabularyLoss | Whole
+@dataclass(frozen=True, slots=True)
+class PartialGradients:
+    """A module inside the split part with whole parameters (a norm of each head): every rank's gradients of them come
+    from its own heads, and are summed."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A module with the experts of a layer, whose tables are split: it takes hidden states, chosen experts and their
+    weights (f is applied to the first and the last), and its outputs are summed."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKey:
+    """A whole projection whose last ``width`` outputs go straight into the split heads (the rotary key of multi-head
+    latent attention): f is applied to these."""
+
+    path: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A module whose outputs are partial, and summed."""
+
+    path: str
+
+
+Rule = (
+    Columns
+    | Rows
+    | Vocabulary
+    | Table
+    | Region
+    | Attribute
+    | VocabularyLoss
+    | Whole
+    | PartialGradients
+    | Experts
+    | SharedKey
+    | Summed
+)

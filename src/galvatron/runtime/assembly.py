@@ -31,7 +31,7 @@ from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
 from galvatron.runtime.pipeline.stage import Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
 from galvatron.runtime.settings import ComputeSettings
-from galvatron.runtime.tensor_parallel.split import TensorGroup, split
+from galvatron.runtime.tensor_parallel.split import SplitParameters, TensorGroup, split
 from galvatron.runtime.tied.in_stage import SplitRowsOf, attach_tied, resplit
 
 __all__ = ["Assembly", "RankStage", "assemble"]
@@ -73,6 +73,7 @@ class _Part:
     layer: Layer
     strategy: Strategy
     splits: dict[str, TensorSplit]
+    partial: frozenset[str]
     tensor: TensorGroup | None
     stage_layer: StageLayer
     values: dict[str, Tensor]
@@ -114,10 +115,10 @@ class _Assembler:
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)
         stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
-        splits = split(layer, tensor, shared) if tensor is not None and layer.rules else {}
+        done = split(layer, tensor, shared) if tensor is not None and layer.rules else SplitParameters(splits={})
         part = _Part(
-            index=index, layer=layer, strategy=strategy, splits=splits, tensor=tensor, stage_layer=stage_layer,
-            values=values,
+            index=index, layer=layer, strategy=strategy, splits=done.splits, partial=done.partial, tensor=tensor,
+            stage_layer=stage_layer, values=values,
         )  # fmt: skip
         self._attach_tied(part)
         self._fill(part)
@@ -289,7 +290,8 @@ class _Assembler:
         divided = factors | (part.strategy.factors(Kind.TP) if layered is not None else frozenset())
         parts = degree_of(divided)
         others = part.strategy.factors(*Kind) - divided
-        partial = part.strategy.sequence_parallel and layered is None and part.layer.rules and part.tensor is not None
+        sequence = part.strategy.sequence_parallel and layered is None and part.layer.rules
+        partial = part.tensor is not None and (sequence or name in part.partial)
         return LocalParameter(
             name=part.layer.stock_name(name),
             shard=ParameterShard(tuple(part.values[name].shape), layered, rows),

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["Verdict", "check"]
 
 _DEVICES, _MOST_DEVICES = 4, 16
+_TOKENS = 5040
+"""Of a sample that nobody counts: every degree up to ten divides it, and 16 does."""
 _Stages = list[list[str]]
 """For each stage, the strategies of its layers."""
 
@@ -199,11 +201,17 @@ def _facts(name: str, config: str, layered: LayeredModel, training: Training) ->
     from galvatron.families.generic.adapter import Generic
 
     content = json.loads(config)
-    counts = {layer.kind: sum(own.numel() for own in layer.parameters()) for layer in layered.layers}
     if isinstance(layered, Generic):
         kinds = tuple(
-            LayerSpec(name=kind, parameters=count, forward_flops=0, split_activation_bytes=0, boundary_bytes=0)
-            for kind, count in counts.items()
+            LayerSpec(
+                name=kind,
+                parameters=sum(own.numel() for own in layer.parameters()),
+                forward_flops=0,
+                split_activation_bytes=0,
+                boundary_bytes=0,
+                tensor_parallel=layered.tensor_parallel(layer, tokens=_TOKENS),
+            )
+            for kind, layer in {layer.kind: layer for layer in reversed(layered.layers)}.items()
         )
     else:
         kinds = model_of_config(content, Path("config.json"), name, training).kinds
@@ -268,11 +276,11 @@ def _with_tensor_parallelism(
     tensor = f"dp{outer}tp{degree}" if outer else f"tp{degree}"
     yield "TP", [stage(tensor)]
     sequence = [layer.allows_sequence_parallel(degree) for layer in layers]
-    if not any(sequence):
-        yield "TP, sequence parallel", f"its sequences cannot be divided {degree} ways"
-        return
-    flags = ["+sp" if can_divide and can else "" for can_divide, can in zip(sequence, split, strict=True)]
-    yield "TP, sequence parallel", [[own + flag for own, flag in zip(stage(tensor), flags, strict=True)]]
+    if any(sequence):
+        flags = ["+sp" if can_divide and can else "" for can_divide, can in zip(sequence, split, strict=True)]
+        yield "TP, sequence parallel", [[own + flag for own, flag in zip(stage(tensor), flags, strict=True)]]
+    else:
+        yield "TP, sequence parallel", "what its split parts leave whole cannot be divided along the sequence"
     sharded = f"sdp{outer}tp{degree}+rc" if outer else f"tp{degree}+rc"
     yield "DP, SDP and TP mixed", [stage(tensor, f"sdp{devices}", sharded, f"dp{devices}")]
 

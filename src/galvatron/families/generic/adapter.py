@@ -1,9 +1,9 @@
 """A model of no known family: its repeated blocks as layers, and all before and after them as two more.
 
-Works for any model, of Hugging Face or not, with one list of equal blocks that run in order, each taking what the one
-before returned: ``embedding``, ``block`` × N, ``head``. Runs the stock model's own forward, in parts (see ``stubbed``),
-so nothing has to be known about it; what does not fit is found by a trial run at once, and named. No tensor
-parallelism.
+Works for any model, of Hugging Face or not, with one list of blocks that run in order, each taking what the one before
+returned: ``embedding``, ``block`` × N (or several kinds of blocks), ``head``. Runs the stock model's own forward, in
+parts (see ``stubs``), so nothing has to be known about it; what does not fit is found by a trial run at once, and
+named. Tensor parallelism is what the stock model's own plan says (see ``tensor_plan``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import TensorParallel
 from galvatron.families.adapters import count_targets, masked_labels, next_tokens, random_tokens, sides
+from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.own_loss import refuse_balance_loss, shifts_labels
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
+from galvatron.families.generic.tensor_plan import divides
+from galvatron.families.generic.tensor_rules import find_rules
 from galvatron.families.generic.trial import Anatomy, find_blocks
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
+from galvatron.families.rules import Columns, Experts, Rows, Rule, SharedKey, Summed, Vocabulary, VocabularyLoss
 
 __all__ = ["Generic", "LossFunction"]
 
@@ -44,8 +49,10 @@ class _Context:
 class _Around(Layer):
     """All before or after the blocks."""
 
-    def __init__(self, kind: str, anatomy: Anatomy, model: nn.Module, units: tuple[str, ...]) -> None:
-        super().__init__(kind, anatomy.modules(units))
+    def __init__(
+        self, kind: str, anatomy: Anatomy, model: nn.Module, units: tuple[str, ...], rules: tuple[Rule, ...] = ()
+    ) -> None:
+        super().__init__(kind, anatomy.modules(units), rules)
         self.names = anatomy.inputs
         # Not a module of this layer: torch must not see the whole model in it.
         self.part = _Part(anatomy, model, units)
@@ -58,6 +65,11 @@ class _Around(Layer):
     def detached(self) -> Layer:
         return self  # its part of the stock forward calls these very modules, which no other layer has
 
+    def replace_module(self, path: str, module: nn.Module) -> None:
+        super().replace_module(path, module)
+        if path in self._stock_names:
+            self.part.set_module(self._stock_names[path], module)
+
     def drawing_modules(self) -> Iterator[nn.Module]:
         return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
 
@@ -68,8 +80,8 @@ class _Around(Layer):
 
 
 class _Embedding(_Around):
-    def __init__(self, anatomy: Anatomy, model: nn.Module) -> None:
-        super().__init__("embedding", anatomy, model, anatomy.before)
+    def __init__(self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...]) -> None:
+        super().__init__("embedding", anatomy, model, anatomy.before, rules)
 
     def forward(self, activations: Activations, context: _Context) -> Activations:
         return (self.part.before(context, training=self.training),)
@@ -78,8 +90,8 @@ class _Embedding(_Around):
 class _Block(Layer):
     block: nn.Module
 
-    def __init__(self, anatomy: Anatomy, index: int, block: nn.Module) -> None:
-        super().__init__("block", {"block": (f"{anatomy.blocks}.{index}", block)})
+    def __init__(self, anatomy: Anatomy, index: int, block: nn.Module, kind: str, rules: tuple[Rule, ...]) -> None:
+        super().__init__(kind, {"block": (f"{anatomy.blocks}.{index}", block)}, rules)
         self.names, self.index, self.hidden_argument = anatomy.inputs, index, anatomy.hidden_argument
 
     @property
@@ -88,14 +100,16 @@ class _Block(Layer):
 
     def forward(self, activations: Activations, context: _Context) -> Activations:
         call = context.calls[self.index]
-        args, kwargs = replace_hidden(call, self.hidden_argument, activations[0])
+        args, kwargs = call.with_hidden(self.hidden_argument, activations[0])
         made = self.block(*args, **kwargs)
         return (made if isinstance(made, Tensor) else made[0],)
 
 
 class _Head(_Around):
-    def __init__(self, anatomy: Anatomy, model: nn.Module, shifted: bool, loss: LossFunction | None) -> None:
-        super().__init__("head", anatomy, model, anatomy.after)
+    def __init__(
+        self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...], shifted: bool, loss: LossFunction | None
+    ) -> None:
+        super().__init__("head", anatomy, model, anatomy.after, rules)
         self.shifted, self.custom = shifted, loss
         self.loss = CrossEntropy()
 
@@ -121,6 +135,10 @@ class _Part:
     def modules(self) -> Iterator[nn.Module]:
         model: nn.Module = self._stubbed.model
         return model.modules()
+
+    def set_module(self, name: str, module: nn.Module) -> None:
+        """Put another module in the place of the stock one of this name."""
+        self._stubbed.model.set_submodule(name, module)
 
     def before(self, context: _Context, *, training: bool) -> Tensor:
         found: list[Tensor] = []
@@ -156,14 +174,58 @@ class Generic(LayeredModel):
         self.anatomy = find_blocks(model, trial)
         self._shifted = _shifts(model, self.anatomy, trial, loss)
         self._stubbed = StubbedModel(model, self.anatomy.blocks, self.anatomy.units)
-        blocks = model.get_submodule(self.anatomy.blocks)
+        blocks = list(model.get_submodule(self.anatomy.blocks).children())
+        kinds = block_kinds(model, blocks)
+        self.tensor_rules = find_rules(model, self.anatomy, kinds, self.context(trial, torch.float32).calls)
+        rules = self.tensor_rules.blocks
+        around = self._around_rules(model, loss) if rules else ((), ())
         self.layers = (
-            _Embedding(self.anatomy, model),
-            *(_Block(self.anatomy, index, block) for index, block in enumerate(blocks)),
-            _Head(self.anatomy, model, self._shifted, loss),
+            _Embedding(self.anatomy, model, around[0]),
+            *(
+                _Block(self.anatomy, index, block, kind, rules.get(kind, ()))
+                for index, (block, kind) in enumerate(zip(blocks, kinds, strict=True))
+            ),
+            _Head(self.anatomy, model, around[1], self._shifted, loss),
         )
         self.ties = _shared(self.layers)
         self.required = frozenset(trial) | {"labels"}
+
+    def tensor_parallel(
+        self, layer: Layer, *, boundary_bytes: int = 0, tokens: int | None = None
+    ) -> TensorParallel | None:
+        """How a layer behaves under TP; None: nothing of it is split. ``tokens``: of a sample, where they are known."""
+        if not layer.rules:
+            return None
+        summed = sum(isinstance(rule, Rows | Vocabulary | Experts | Summed) for rule in layer.rules)
+        inputs = {
+            (rule.input, rule.path if rule.input is None else "") for rule in layer.rules if isinstance(rule, Columns)
+        }
+        entered = len(inputs) + sum(isinstance(rule, Experts | SharedKey) for rule in layer.rules)
+        gathered = sum(isinstance(rule, Columns) and rule.gathered for rule in layer.rules)
+        return TensorParallel(
+            divides=divides(layer, self.model.config),
+            forward_collectives=summed + gathered,
+            backward_collectives=entered,
+            message_bytes=boundary_bytes,
+            sequence_divides=(tokens,) if tokens and layer.kind in self.tensor_rules.divisible else (),
+        )
+
+    def _around_rules(self, model: Any, loss: LossFunction | None) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
+        """The vocabulary is split where the embedding is one, and where the head's scores go into our own loss."""
+        words = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.before).items()}
+        scores = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.after).items()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        before = tuple(
+            Vocabulary(name) for name, own in words.items() if own is embedding and isinstance(own, nn.Embedding)
+        )
+        after = tuple(
+            rule
+            for name, own in scores.items()
+            if own is head and type(own) is nn.Linear and loss is None
+            for rule in (Columns(name), VocabularyLoss("loss"))
+        )
+        shared = embedding is not None and head is not None and embedding.weight is head.weight
+        return (before, after) if not shared or bool(before) == bool(after) else ((), ())
 
     def context(self, batch: Batch, dtype: torch.dtype) -> _Context:
         inputs = self.anatomy.pick(batch)
@@ -232,13 +294,6 @@ def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction
         if loss is None:
             raise
         return False  # the user's loss is what counts, over all labels
-
-
-def replace_hidden(call: Call, hidden_argument: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another hidden state."""
-    if isinstance(hidden_argument, str):
-        return call.args, {**call.kwargs, hidden_argument: hidden}
-    return (hidden, *call.args[1:]), call.kwargs
 
 
 def logits_of(output: Any) -> Tensor:

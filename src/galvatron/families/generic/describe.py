@@ -29,7 +29,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import LayerSpec, ModelSpec, Precision, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.generic.stubs import Call
+from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
 
 __all__ = ["describe"]
@@ -163,7 +163,7 @@ class _Work(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = self._experts(*args) if str(function) in _GROUPED else function(*args, **(kwargs or {}))
+        made = self._experts(*args) if str(function) in GROUPED else function(*args, **(kwargs or {}))
         taken = {_storage(own): own for own in _tensors((args, kwargs))}
         new = [own for own in _tensors(made) if _storage(own) not in taken]
         if new:
@@ -196,9 +196,6 @@ def _attention_flops(
     *heads, queries, width = query
     return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
 
-
-_GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
-"""Products of rows with the matrices of their experts, by their names: the second exists only in some versions."""
 
 _FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 

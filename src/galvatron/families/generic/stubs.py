@@ -16,11 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
 
-__all__ = ["Call", "Held", "Stop", "StubbedModel", "Unit", "find_units", "has_nan"]
+__all__ = [
+    "GROUPED",
+    "LOOKS",
+    "Call",
+    "Held",
+    "Stop",
+    "StubbedModel",
+    "Unit",
+    "find_units",
+    "has_nan",
+    "on_meta",
+    "to_meta",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,12 @@ class Call:
     block: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def with_hidden(self, argument: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments with another hidden state, which is the first argument or this keyword."""
+        if isinstance(argument, str):
+            return self.args, {**self.kwargs, argument: hidden}
+        return (hidden, *self.args[1:]), self.kwargs
 
 
 class Stop(Exception):
@@ -142,10 +161,10 @@ class StubbedModel:
         return self._on_meta(self._forwards[call.block], call.args, call.kwargs)
 
     def _on_meta(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda own: own.to("meta") if isinstance(own, Tensor) else own, (args, kwargs))
+        args, kwargs = to_meta((args, kwargs))
         self._within = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), on_meta():
                 return forward(*args, **kwargs)
         finally:
             self._within = False
@@ -217,7 +236,7 @@ class StubbedModel:
                         module._buffers[name] = buffer.to(device)
 
 
-_LOOKS = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point"})
+LOOKS = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "ndimension"})
 """Functions that ask a tensor for its shape, type or place, not for its values."""
 
 
@@ -231,13 +250,37 @@ class _Uses(TorchFunctionMode):
         self._owned = {id(own): name for name, stub in stubbed._stubs.items() for own in stub.parameters()}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._stubbed._within and getattr(function, "__name__", "") not in _LOOKS:
+        if not self._stubbed._within and getattr(function, "__name__", "") not in LOOKS:
             log = self._stubbed.log
             for own in map(id, tree_flatten((args, kwargs))[0]):
                 if own in self._held:
                     log.used.append((self._held[own], len(log.calls)))
                 elif own in self._owned:
                     log.outside.append(self._owned[own])
+        return function(*args, **(kwargs or {}))
+
+
+def to_meta(values: Any) -> Any:
+    """The same with tensors that have shapes only."""
+    return tree_map(lambda own: own.to("meta") if isinstance(own, Tensor) else own, values)
+
+
+GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
+"""Products of rows with the matrices of their experts, by their names: the second exists only in some versions."""
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Meanwhile products of experts have shapes: torch knows them for some types only."""
+    with _ExpertShapes():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _ExpertShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function) in GROUPED:
+            rows, weights = args[:2]
+            return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
         return function(*args, **(kwargs or {}))
 
 

@@ -64,7 +64,7 @@ class _Unfit(Exception):
 
 
 def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
-    """The longest list of equal modules that runs as a chain."""
+    """The longest list of modules that runs as a chain."""
     taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
     inputs = {key: own for key, own in batch.items() if key in taken}
@@ -78,17 +78,13 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
             reasons.append(f"{name} (the trial run failed: {str(error).partition(chr(10))[0]})")
     kind = type(model).__name__
     if not reasons:
-        raise InvalidInput(f"{kind}: has no nn.ModuleList of equal blocks, which the generic cut needs")
+        raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
     raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Lists of equal modules, the longest first; lists within lists are parts of blocks and come last."""
-    lists = {
-        name: own
-        for name, own in model.named_modules()
-        if isinstance(own, nn.ModuleList) and len({type(block) for block in own}) == 1
-    }
+    """Lists of modules, the longest first; lists within lists are parts of blocks and come last."""
+    lists = {name: own for name, own in model.named_modules() if isinstance(own, nn.ModuleList) and len(own)}
     nested = {name for name in lists if any(name.startswith(f"{other}.") for other in lists)}
     found = [(name, own) for name, own in lists.items() if len(own) > 1 or name not in nested]
     return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))

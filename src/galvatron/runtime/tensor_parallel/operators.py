@@ -1,4 +1,4 @@
-"""The operators of tensor parallelism with their gradients: Megatron's g, and those of sequence parallelism.
+"""The operators of tensor parallelism with their gradients: Megatron's f and g, and those of sequence parallelism.
 
 Each takes local tensors and the tensor-parallel group. Sequence is dim 1 of an activation (rows, tokens, features).
 """
@@ -17,12 +17,33 @@ from galvatron.runtime import collectives
 __all__ = [
     "SequenceAllGather",
     "SequenceReduceScatter",
+    "copy_to_region",
+    "gather_features",
     "gather_sequence",
     "gathered",
     "reduce_from_region",
+    "slice_features",
     "slice_sequence",
     "sum_sequence",
 ]
+
+
+def copy_to_region(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """f: into the split part; the gradients that all ranks' parts give are summed."""
+    entered: Tensor = _CopyToRegion.apply(tensor, group)
+    return entered
+
+
+def gather_features(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """All features (the last dim). Every rank then computes the same, so backward just slices."""
+    whole: Tensor = _GatherFeatures.apply(tensor, group)
+    return whole
+
+
+def slice_features(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's features of what is whole on each; backward gathers."""
+    part: Tensor = _SliceFeatures.apply(tensor, group)
+    return part
 
 
 def reduce_from_region(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -89,6 +110,49 @@ def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
         )
     tokens = whole.shape[1] // group.size()
     return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
+
+
+def _all_features(part: Tensor, group: ProcessGroup) -> Tensor:
+    pieces = collectives.all_gather(part.movedim(-1, 0), group)
+    return pieces.movedim(0, -1).contiguous()
+
+
+def _own_features(whole: Tensor, group: ProcessGroup) -> Tensor:
+    each = whole.shape[-1] // group.size()
+    return whole.narrow(-1, group.rank() * each, each).contiguous()
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_reduce(gradient.clone(), ctx.group), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_features(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_features(gradient, ctx.group), None
+
+
+class _SliceFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_features(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_features(gradient, ctx.group), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):

@@ -3,6 +3,7 @@
 A region is a stock module whose inputs are whole on each rank (or, with sequence parallelism, divided along the
 sequence) and whose weights are split. All projections of one input are computed together when the region is entered:
 in backward the sum of the input's gradient (Megatron's f) then travels while the weights' gradients are computed.
+Projections outside of regions are computed together when the first of them is called (``Readers``).
 Knows the operators; which modules are replaced is in ``tensor_parallel``.
 """
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["Entrance", "SplitColumns", "SplitRows"]
+__all__ = ["Entrance", "Readers", "SplitColumns", "SplitRows"]
 
 
 class _Split(nn.Module):
@@ -38,19 +39,50 @@ class _Split(nn.Module):
 
 
 class SplitColumns(_Split):
-    """Each rank computes its own output features, when the region around it is entered."""
+    """Each rank computes its own output features: when the region around it is entered, or with its readers."""
+
+    readers: Readers | None = None
+    """Those that read the same tensor; None: it is in a region."""
+    gathered = False
 
     def forward(self, entered: Tensor) -> Tensor:
-        outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
-        return outputs.pop(self)
+        if self.readers is not None:
+            output = self.readers.output(self, entered)
+        else:
+            outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
+            output = outputs.pop(self)
+        return operators.gather_features(output, self.group) if self.gathered else output
+
+
+class Readers:
+    """Projections outside of regions that read one tensor: the first one called computes them all.
+
+    Should one of them be called with another tensor after all, it is computed from that.
+    """
+
+    def __init__(self, members: Sequence[SplitColumns]) -> None:
+        self._members = members
+        self._read: Tensor | None = None
+        self._outputs: dict[SplitColumns, Tensor] = {}
+
+    def output(self, member: SplitColumns, tensor: Tensor) -> Tensor:
+        if self._read is not tensor or member not in self._outputs:
+            self._read, self._outputs = tensor, _project(tensor, member.group, self._members)
+        output = self._outputs.pop(member)
+        if not self._outputs:
+            self._read = None
+        return output
 
 
 class SplitRows(_Split):
     """Each rank computes a partial sum of all output features; the bias is added once, after the sum."""
 
     sequence = False
+    takes_whole = False
 
     def forward(self, tensor: Tensor) -> Tensor:
+        if self.takes_whole:
+            tensor = operators.slice_features(tensor, self.group)
         partial = functional.linear(tensor, self.matrix)
         reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
         total = reduce_from_region(partial, self.group)
@@ -96,16 +128,22 @@ class Entrance:
 
     def _entered(self, value: Tensor, argument: str) -> Tensor:
         """Stands for the input inside the region: has its shape, and the projections that were made of it."""
-        readers = self._readers[argument]
-        parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
-        outputs = _Projections.apply(value, self._group, self._sequence, *parameters)
+        projected = _project(value, self._group, self._readers[argument], sequence=self._sequence)
         shape = list(value.shape)
         if self._sequence:
             shape[1] *= self._group.size()
         # Whatever else would read it gets no numbers, rather than ones without a gradient.
         stand_in = value.new_full((), torch.nan).expand(shape)
-        stand_in.projected = dict(zip(readers, outputs, strict=True))  # type: ignore[attr-defined]
+        stand_in.projected = projected  # type: ignore[attr-defined]
         return stand_in
+
+
+def _project(
+    tensor: Tensor, group: ProcessGroup, readers: Sequence[SplitColumns], *, sequence: bool = False
+) -> dict[SplitColumns, Tensor]:
+    parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
+    outputs = _Projections.apply(tensor, group, sequence, *parameters)
+    return dict(zip(readers, outputs, strict=True))
 
 
 class _Projections(torch.autograd.Function):

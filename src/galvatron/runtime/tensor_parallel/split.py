@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,26 @@ from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Layer
-from galvatron.families.rules import Attribute, Columns, Region, Rows, Table, Vocabulary, VocabularyLoss, Whole
+from galvatron.families.rules import (
+    Attribute,
+    Columns,
+    Experts,
+    PartialGradients,
+    Region,
+    Rows,
+    SharedKey,
+    Summed,
+    Table,
+    Vocabulary,
+    VocabularyLoss,
+    Whole,
+)
 from galvatron.runtime.data_parallel.shards import TensorSplit, part_of
-from galvatron.runtime.tensor_parallel.regions import Entrance, SplitColumns, SplitRows
-from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
+from galvatron.runtime.tensor_parallel import operators
+from galvatron.runtime.tensor_parallel.regions import Entrance, Readers, SplitColumns, SplitRows
+from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding, split_lookup
 
-__all__ = ["TensorGroup", "split"]
+__all__ = ["SplitParameters", "TensorGroup", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +58,18 @@ class TensorGroup:
         return self.group.rank()
 
 
-def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset()) -> dict[str, TensorSplit]:
-    """Apply the layer's rules; returns how each split parameter was cut. ``shared`` parameters are left whole."""
+@dataclass(frozen=True, kw_only=True)
+class SplitParameters:
+    """What became of a layer's parameters."""
+
+    splits: dict[str, TensorSplit]
+    """How each one was split; the others are whole."""
+    partial: frozenset[str] = frozenset()
+    """Of the whole ones, those of whose gradient each rank has a part."""
+
+
+def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset()) -> SplitParameters:
+    """Apply the layer's rules. ``shared`` parameters are left whole."""
     splitter = _Splitter(layer, tensor, shared)
     for rule in layer.rules:
         match rule:
@@ -60,16 +85,26 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
                 splitter.attribute(rule)
             case VocabularyLoss():
                 splitter.loss(rule)
-            case Region() | Whole():
+            case Experts():
+                splitter.experts(rule)
+            case SharedKey():
+                splitter.shared_key(rule)
+            case Summed():
+                splitter.summed(rule)
+            case Region() | Whole() | PartialGradients():
                 pass
     for rule in layer.rules:
         if isinstance(rule, Region):  # last: it must find the replaced projections inside it
             splitter.region(rule)
         elif isinstance(rule, Whole):
             splitter.whole(rule)
-    return {
-        name: splitter.splits[parameter] for name, parameter in layer.named_parameters() if parameter in splitter.splits
-    }
+    splitter.readers()
+    inside = tuple(f"{rule.path}." for rule in layer.rules if isinstance(rule, PartialGradients))
+    names = dict(layer.named_parameters())
+    return SplitParameters(
+        splits={name: splitter.splits[own] for name, own in names.items() if own in splitter.splits},
+        partial=frozenset(name for name in names if name.startswith(inside)) if inside else frozenset(),
+    )
 
 
 class _Splitter:
@@ -86,19 +121,25 @@ class _Splitter:
         bias = self._cut(f"{rule.path}.bias", 0, rule.parts)
         assert weight is not None
         self._words = part_of(_outputs(module), self.tensor.index, self.tensor.degree)
-        self._columns[rule.path] = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
-        self._replace(rule.path, self._columns[rule.path])
+        if rule.gathered:
+            self._even(rule.path, _outputs(module))
+        replacement = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
+        replacement.gathered = rule.gathered
+        self._columns[rule.path] = replacement
+        self.layer.replace_module(rule.path, replacement)
 
     def rows(self, rule: Rows) -> None:
         module = self.layer.get_submodule(rule.path)
         transposed = not isinstance(module, nn.Linear)
+        if rule.takes_whole:
+            self._even(rule.path, self.layer.get_parameter(f"{rule.path}.weight").shape[0 if transposed else 1])
         weight = self._cut(f"{rule.path}.weight", 0 if transposed else 1)
         assert weight is not None
         bias = module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
         replacement = SplitRows(weight, bias, self.tensor.group, transposed=transposed)
-        replacement.sequence = self.tensor.sequence
-        self._replace(rule.path, replacement)
+        replacement.sequence, replacement.takes_whole = self.tensor.sequence, rule.takes_whole
+        self.layer.replace_module(rule.path, replacement)
 
     def vocabulary(self, rule: Vocabulary) -> None:
         module = self.layer.get_submodule(rule.path)
@@ -106,12 +147,16 @@ class _Splitter:
         weight = self._cut(f"{rule.path}.weight", 0)
         assert weight is not None
         words = part_of(module.num_embeddings, self.tensor.index, self.tensor.degree)
-        self._replace(rule.path, SplitEmbedding(weight, words, module.padding_idx, self.tensor.group))
+        if type(module) is nn.Embedding:
+            replacement = SplitEmbedding(weight, words, module.padding_idx, self.tensor.group)
+            self.layer.replace_module(rule.path, replacement)
+        else:  # its own forward does more than look up: it scales, for one
+            split_lookup(module, words, self.tensor.group)
 
     def table(self, rule: Table) -> None:
         if rule.path in self.shared:
             return
-        self._cut(rule.path, rule.dim)
+        self._cut(rule.path, rule.dim, rule.parts)
 
     def attribute(self, rule: Attribute) -> None:
         owner, _, name = rule.path.rpartition(".")
@@ -125,7 +170,56 @@ class _Splitter:
         setattr(module, name, whole // self.tensor.degree)
 
     def loss(self, rule: VocabularyLoss) -> None:
-        self._replace(rule.path, SplitCrossEntropy(self._words, self.tensor.group))
+        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self.tensor.group))
+
+    def experts(self, rule: Experts) -> None:
+        group = self.tensor.group
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            def entered(value: Any) -> Any:
+                inside = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+                return operators.copy_to_region(value, group) if inside else value
+
+            return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+
+        module = self.layer.get_submodule(rule.path)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        self.summed(Summed(rule.path))
+
+    def shared_key(self, rule: SharedKey) -> None:
+        group = self.tensor.group
+
+        def enter(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            rest, key = output.split([output.shape[-1] - rule.width, rule.width], dim=-1)
+            return torch.cat([rest, operators.copy_to_region(key, group)], dim=-1)
+
+        self.layer.get_submodule(rule.path).register_forward_hook(enter)
+
+    def summed(self, rule: Summed) -> None:
+        group = self.tensor.group
+        self.layer.get_submodule(rule.path).register_forward_hook(
+            lambda module, args, output: operators.reduce_from_region(output, group)
+        )
+
+    def readers(self) -> None:
+        """Columns outside of regions enter by themselves, those of one input together."""
+        regions = tuple(f"{rule.path}." for rule in self.layer.rules if isinstance(rule, Region))
+        together: dict[int | str, list[SplitColumns]] = {}
+        for rule in self.layer.rules:
+            if isinstance(rule, Columns) and not (regions and f"{rule.path}.".startswith(regions)):
+                key = rule.path if rule.input is None else rule.input
+                together.setdefault(key, []).append(self._columns[rule.path])
+        for members in together.values():
+            readers = Readers(members)
+            for member in members:
+                member.readers = readers
+
+    def _even(self, path: str, features: int) -> None:
+        if features % self.tensor.degree:
+            raise InvalidInput(
+                f"layer {self.layer.kind!r}: {path} has {features} features, which tensor parallelism of degree "
+                f"{self.tensor.degree} does not divide; plan with a degree that does"
+            )
 
     def region(self, rule: Region) -> None:
         tensor = self.tensor
@@ -172,10 +266,6 @@ class _Splitter:
                 setattr(module, alias, local)
         self.splits[local] = cut
         return local
-
-    def _replace(self, path: str, module: nn.Module) -> None:
-        owner, _, name = path.rpartition(".")
-        setattr(self.layer.get_submodule(owner), name, module)
 
 
 def _outputs(projection: nn.Module) -> int:

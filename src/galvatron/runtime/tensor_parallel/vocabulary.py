@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import IGNORED
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["SplitCrossEntropy", "SplitEmbedding"]
+__all__ = ["SplitCrossEntropy", "SplitEmbedding", "split_lookup"]
 
 
 class SplitEmbedding(nn.Module):
@@ -33,6 +34,30 @@ class SplitEmbedding(nn.Module):
             local = torch.where(mine, ids - self.words.start, 0)
             vectors = functional.embedding(local, self.weight, self._padding) * mine.unsqueeze(-1)
         return operators.reduce_from_region(vectors, self.group)
+
+
+def split_lookup(module: nn.Embedding, words: range, group: ProcessGroup) -> None:
+    """Let an embedding with a forward of its own, whose weight is this rank's rows already, do what
+    :class:`SplitEmbedding` does: right where that forward is linear in the looked-up vectors."""
+    if module.padding_idx is not None:
+        module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
+    if not len(words):
+        raise InvalidInput(
+            f"{type(module).__name__}: has fewer rows than tensor-parallel ranks; plan with a lower degree"
+        )
+    mine: list[Tensor] = []
+
+    def look(own: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = args[0]
+        held = (ids >= words.start) & (ids < words.stop)
+        mine.append(held)
+        return torch.where(held, ids - words.start, 0), *args[1:]
+
+    def add_up(own: nn.Module, args: tuple[Any, ...], vectors: Tensor) -> Tensor:
+        return operators.reduce_from_region(vectors * mine.pop().unsqueeze(-1), group)
+
+    module.register_forward_pre_hook(look)
+    module.register_forward_hook(add_up)
 
 
 class SplitCrossEntropy(nn.Module):

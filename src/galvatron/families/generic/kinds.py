@@ -1,0 +1,64 @@
+"""Kinds of blocks: equal blocks are one kind of layer for the planner. Models mix dense and expert blocks, local and
+global attention, attention and state spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["block_kinds"]
+
+_BLOCK = "block"
+
+
+def block_kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """The name of each block's kind: ``block`` where all are equal, else after what the configuration calls its type of
+    layer, and after its experts."""
+    types = _layer_types(model, len(blocks))
+    outlines = [_outline(block) for block in blocks]
+    keys = list(zip(types, outlines, strict=True))
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) == 1:
+        return [_BLOCK] * len(blocks)
+    names: dict[Any, str] = {}
+    for key in distinct:
+        type_, outline = key
+        base = type_ or _BLOCK
+        if len({other for other in distinct if other[0] == type_}) > 1:
+            base += "-experts" if _has_experts(outline) else "-dense" if _mixed(distinct, type_) else ""
+        taken = sum(
+            name == base or (name.startswith(f"{base}-") and name[len(base) + 1 :].isdigit()) for name in names.values()
+        )
+        names[key] = f"{base}-{taken + 1}" if taken else base
+    return [names[key] for key in keys]
+
+
+def _layer_types(model: nn.Module, count: int) -> list[str]:
+    """What the configuration says of each block; empty where it says nothing."""
+    config: Any = getattr(model, "config", None)
+    texts = [config.get_text_config(), config] if hasattr(config, "get_text_config") else [config]
+    for own in texts:
+        for field in ("layer_types", "layers_block_type"):
+            types = getattr(own, field, None)
+            if isinstance(types, list | tuple) and len(types) == count and all(isinstance(each, str) for each in types):
+                return list(types)
+    return [""] * count
+
+
+def _outline(block: nn.Module) -> tuple[Any, ...]:
+    return (
+        type(block).__name__,
+        tuple((name, type(own).__name__) for name, own in block.named_modules()),
+        tuple((name, tuple(own.shape)) for name, own in block.named_parameters()),
+    )
+
+
+def _has_experts(outline: tuple[Any, ...]) -> bool:
+    return any("experts" in name for name, _ in outline[1])
+
+
+def _mixed(distinct: Sequence[Any], type_: str) -> bool:
+    found = {_has_experts(outline) for other, outline in distinct if other == type_}
+    return len(found) > 1

@@ -1,0 +1,250 @@
+"""What running a block once without values shows about its tensor-parallel rules.
+
+Projections that read the same tensor sum its gradient together. A module whose input nothing but split projections
+reads is a region: its projections are computed when it is entered, and what is around it may be divided along the
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from galvatron.families.build import without_weights
+from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
+from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules
+from galvatron.families.generic.trial import Anatomy
+from galvatron.families.rules import Columns, PartialGradients, Region, Rows, Rule, Table, Whole
+
+__all__ = ["TensorRules", "find_rules"]
+
+_FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+"""What a block raises that cannot run without values, or not on such tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRules:
+    """How the blocks of a model are split."""
+
+    blocks: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    """For each kind, with paths in its layer; empty: nothing is split."""
+    divisible: frozenset[str] = frozenset()
+    """Kinds whose layers run on parts of the sequence, outside of what is split."""
+    refused: str = ""
+    """Why nothing is split though the model has a plan."""
+
+
+def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: Sequence[Call]) -> TensorRules:
+    """The rules of each kind of block; ``calls``: how the blocks are called."""
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    try:
+        found = {kind: block_rules(model, f"{anatomy.blocks}.{index}") for kind, index in first.items()}
+    except NoTensorParallelism as reason:
+        return TensorRules(refused=str(reason))
+    if not any(found.values()):
+        return TensorRules()
+    divisible = set()
+    for kind, rules in found.items():
+        run = _Run(model, anatomy, calls[first[kind]])
+        found[kind] = run.with_inputs(rules)
+        if run.divisible(found[kind]):
+            divisible.add(kind)
+    layers = {kind: tuple(replace(rule, path=f"block.{rule.path}") for rule in own) for kind, own in found.items()}
+    return TensorRules(blocks=layers, divisible=frozenset(divisible))
+
+
+class _Run:
+    """A block on the meta device."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call) -> None:
+        self._block: nn.Module = (
+            without_weights(model.get_submodule(f"{anatomy.blocks}.{call.block}")).to("meta").eval()
+        )
+        self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
+        self._anatomy = anatomy
+        self._reads: _Reads | None = None
+
+    def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """The rules with what the run shows; as they are where it fails: each projection then enters by itself."""
+        reads = _Reads(self._block, frozenset(rule.path for rule in rules if isinstance(rule, Columns | Rows)))
+        with suppress(*_FAILURES), torch.no_grad(), on_meta():
+            with reads.watching():
+                self._block(*self._call.args, **self._call.kwargs)
+            self._reads = reads
+            return _with_inputs(rules, reads)
+        return rules
+
+    def divisible(self, rules: tuple[Rule, ...]) -> bool:
+        """Whether the block runs on half of the tokens outside of its regions, in which is all that is split."""
+        hidden = self._anatomy.hidden(self._call)
+        tokens = hidden.shape[1] if hidden.ndim > 2 else 1
+        if self._reads is None or not _in_regions(rules) or tokens % 2:
+            return False
+
+        def halved(own: Any) -> Any:
+            divided = isinstance(own, Tensor) and own.ndim > 1 and own.shape[1] == tokens
+            return own.narrow(1, 0, tokens // 2) if divided else own
+
+        for rule in rules:
+            if isinstance(rule, Region):
+                made = tree_map(halved, self._reads.outputs[rule.path])
+                self._block.get_submodule(rule.path).forward = lambda *_, made=made, **__: made
+        args, kwargs = self._call.with_hidden(self._anatomy.hidden_argument, halved(hidden))
+        try:
+            with torch.no_grad(), on_meta():
+                self._block(*args, **kwargs)
+        except _FAILURES:
+            return False
+        return True
+
+
+def _in_regions(rules: tuple[Rule, ...]) -> bool:
+    """Whether all that is split is in regions, so that what is outside may be divided along the sequence."""
+    regions = tuple(f"{rule.path}." for rule in rules if isinstance(rule, Region))
+    inside = Columns | Rows | PartialGradients | Table | Region | Whole
+    return bool(regions) and all(isinstance(rule, inside) and f"{rule.path}.".startswith(regions) for rule in rules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A tensor was read."""
+
+    tensors: frozenset[int]
+    within: tuple[str, ...]
+    """Paths of the modules that were running."""
+    draws: bool
+    """By something that draws random numbers."""
+    place: int
+    """How many modules had been called before."""
+
+
+@dataclass(slots=True)
+class _Reads(TorchFunctionMode):
+    """Watches one run of a block: which tensors its modules are called with, and who else reads those."""
+
+    block: nn.Module
+    projections: frozenset[str]
+    """Paths of those whose reads do not count: the split ones."""
+    _log: list[_Read] = field(default_factory=list)
+    _calls: dict[str, tuple[int | None, str | None]] = field(default_factory=dict)
+    """Of each module, the tensor it was called with first and that argument's name."""
+    _order: list[str] = field(default_factory=list)
+    _kept: list[Any] = field(default_factory=list)
+    """So that no two tensors have one identity."""
+    _running: list[str] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """What each module returned."""
+
+    def __post_init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs meanwhile."""
+        with ExitStack() as stack:
+            for path, module in self.block.named_modules():
+                if path:
+                    hook = module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
+                    stack.callback(hook.remove)
+                    stack.callback(module.register_forward_hook(partial(self._leave, path)).remove)
+            with self:
+                yield
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.append(path)
+        self._order.append(path)
+        given = next(((own, None) for own in args[:1]), None) or next(
+            ((own, name) for name, own in kwargs.items() if isinstance(own, Tensor)), (None, None)
+        )
+        tensor, name = given
+        if path not in self._calls:
+            self._kept.append(tensor)
+            self._calls[path] = (id(tensor) if isinstance(tensor, Tensor) else None, name)
+
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.remove(path)
+        self.outputs[path] = output
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in LOOKS and not any(path in self.projections for path in self._running):
+            tensors = [own for own in tree_flatten((args, kwargs))[0] if isinstance(own, Tensor)]
+            self._kept.append(tensors)
+            self._log.append(
+                _Read(frozenset(map(id, tensors)), tuple(self._running), "dropout" in name, len(self._order))
+            )
+        return function(*args, **(kwargs or {}))
+
+    def input_of(self, path: str) -> int | None:
+        """Which tensor the module of this path was called with."""
+        return self._calls.get(path, (None, None))[0]
+
+    def region_of(self, paths: Sequence[str], rows: Sequence[str]) -> tuple[Rule, ...]:
+        """The region that projections of one tensor make up with the rows inside it, and what is whole in it; empty:
+        somebody else reads the tensor there too."""
+        tensor = self.input_of(paths[0])
+        around = [path.rpartition(".")[0] for path in paths]
+        for path in _parents(around[0]):
+            called, name = self._calls.get(path, (None, None))
+            if called != tensor or not all(f"{other}.".startswith(f"{path}.") for other in around):
+                continue
+            inside = [read for read in self._log if path in read.within]
+            if any(tensor in read.tensors for read in inside):
+                return ()
+            ends = [self._order.index(row) for row in rows if row.startswith(f"{path}.") and row in self._order]
+            if not ends:
+                return ()
+            # What draws random numbers behind the last rows works on what is whole again.
+            drawing = {read.within[-1] for read in inside if read.draws and read.place > max(ends) + 1}
+            if path in drawing:
+                return ()
+            argument = name or _first_argument(self.block.get_submodule(path))
+            return (Region(path, (argument,)), *map(Whole, sorted(drawing)))
+        return ()
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _first_argument(module: nn.Module) -> str:
+    code = module.forward.__func__.__code__ if hasattr(module.forward, "__func__") else None
+    return code.co_varnames[1] if code is not None else "hidden_states"
+
+
+def _with_inputs(rules: tuple[Rule, ...], reads: _Reads) -> tuple[Rule, ...]:
+    """The rules with what a run of the block showed: columns of one input together, regions where there are some."""
+    columns = [rule for rule in rules if isinstance(rule, Columns)]
+    rows = [rule.path for rule in rules if isinstance(rule, Rows) and not rule.takes_whole]
+    together: dict[int, list[Columns]] = {}
+    for rule in columns:
+        tensor = reads.input_of(rule.path)
+        if tensor is not None:
+            together.setdefault(tensor, []).append(rule)
+    found: dict[str, Columns] = {}
+    regions: dict[str, tuple[Rule, ...]] = {}
+    for number, group in enumerate(together.values()):
+        found |= {rule.path: replace(rule, input=number) for rule in group}
+        if not any(rule.gathered for rule in group):
+            region = reads.region_of([rule.path for rule in group], rows)
+            if region:
+                regions[region[0].path] = region
+    # A region's columns all read its input: another tensor's projection inside would wait for it in vain.
+    for path in list(regions):
+        inside = [rule for rule in found.values() if rule.path.startswith(f"{path}.")]
+        if len({rule.input for rule in inside}) > 1 or len(inside) < sum(
+            rule.path.startswith(f"{path}.") for rule in columns
+        ):
+            del regions[path]
+    kept = [found.get(rule.path, rule) if isinstance(rule, Columns) else rule for rule in rules]
+    return (*kept, *(rule for region in regions.values() for rule in region))
