@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         Unequal,
     )
     from galvatron.core.spec import Cluster, ModelSpec, Strategy
-    from galvatron.families.generic.describe import describe
+    from galvatron.measure.describe import describe
     from galvatron.planner.plan.plan import Plan
     from galvatron.runtime.parallelize import parallelize
     from galvatron.train.checkpoints.checkpoints import Checkpoints
@@ -56,7 +56,7 @@ _HOMES = {
     "SaveFailed": "galvatron.core.errors",
     "Strategy": "galvatron.core.spec",
     "Unequal": "galvatron.core.errors",
-    "describe": "galvatron.families.generic.describe",
+    "describe": "galvatron.measure.describe",
     "parallelize": "galvatron.runtime.parallelize",
     "plan": "galvatron.api",
 }

@@ -27,8 +27,9 @@ def plan(
 ) -> Plan:
     """The provably best plan for a model on a cluster (preset, file or facts; "auto": this machine, measured).
 
-    ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of a known family, or facts: for
-    a model of another family those that :func:`galvatron.describe` measures. Options are those of the command line:
+    ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of any architecture that can be
+    divided into layers, or facts: for a model of your own those that :func:`galvatron.describe` traces. Options are
+    those of the command line:
     ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
     ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Raises
     :class:`galvatron.Infeasible` with advice when nothing fits.
@@ -38,7 +39,9 @@ def plan(
         from galvatron.measure.auto import request_here
 
         return make_plan(request_here(source, setup))
-    return make_plan(request_for(source, cluster, setup))
+    from galvatron.measure.models import load_any_model
+
+    return make_plan(request_for(source, cluster, setup, load_any_model))
 
 
 def _configuration(model: Any) -> dict[str, Any]:
@@ -50,4 +53,6 @@ def _configuration(model: Any) -> dict[str, Any]:
             "galvatron.describe(model, batch) and plan for what that returns"
         )
     content: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    if config is not model and type(model).__module__.startswith("transformers."):
+        content["architectures"] = [type(model).__name__]
     return content

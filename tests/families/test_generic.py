@@ -16,11 +16,9 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Attention, Precision, Training
-from galvatron.families import load_model
+from galvatron.core.spec import Attention, Training
 from galvatron.families.build import build_meta
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.generic.describe import describe
 from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights
@@ -360,40 +358,3 @@ def test_plain_layers_start_as_torch_does() -> None:
     assert bound / 2 < found.abs().max() <= bound
     with pytest.raises(InvalidInput, match="no rule to initialise positions"):
         initial.tensors(0)
-
-
-@pytest.mark.parametrize("attention", [Attention.FUSED, Attention.EAGER])
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_description_is_the_zoos(kind: str, attention: Attention, tmp_path: Path) -> None:
-    """For families that the zoo knows by arithmetic, measuring must find the same."""
-    sizes = {"gpt2": {"n_layer": 2}, "bert": {"num_hidden_layers": 2}, "llama": {"num_hidden_layers": 2}}[kind]
-    config = AutoConfig.for_model(kind, **sizes)
-    config.save_pretrained(tmp_path)
-    training = Training(attention=attention, dropout=False, sequence_length=256, precision=Precision.FP32)
-    ids = torch.zeros(2, 256, dtype=torch.long)
-    spec = describe(build_meta(config, training), {"input_ids": ids, "labels": ids}, training)
-    assert spec.family == "generic"
-    assert [layer.name for layer in spec.layers] == ["embedding", "block", "block", "head"]
-    for found, known in zip(spec.kinds, load_model(tmp_path, training).kinds, strict=True):
-        for field in ("parameters", "tied_parameters", "boundary_bytes"):
-            assert getattr(found, field) == getattr(known, field), (found.name, field)
-        # Some versions compute rotary positions by a tiny product.
-        assert found.forward_flops == pytest.approx(known.forward_flops, rel=1e-9, abs=1e5)
-        assert found.activation_bytes == pytest.approx(known.activation_bytes, rel=0.005, abs=10_000)
-        assert known.transient_bytes <= found.transient_bytes < 4 * known.transient_bytes + 2 * known.boundary_bytes
-        assert found.tensor_parallel is None
-
-
-def test_description_in_half_precision() -> None:
-    model, batch = _empty("MistralForCausalLM"), {"input_ids": torch.zeros(1, 12, dtype=torch.long)}
-    batch["labels"] = batch["input_ids"]
-    full, half = (describe(model, batch, Training(precision=precision)) for precision in Precision)
-    assert full.layers[1].boundary_bytes == 2 * half.layers[1].boundary_bytes == 12 * 16 * 4
-    assert half.parameters == full.parameters == sum(own.numel() for own in model.parameters())
-
-
-def test_unequal_blocks_cannot_be_described() -> None:
-    model, batch = _Plain(), _plain_batch()
-    model.encoder.layers[1].linear1.bias = None
-    with pytest.raises(InvalidInput, match="expected equal ones"):
-        describe(model, batch)

@@ -25,11 +25,12 @@ def command(
 ) -> None:
     """Show the best plan of every space at every budget, as in the paper's main table."""
     from galvatron.core.units import parse_bytes
+    from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.compare import compare
     from galvatron.planner.plan.setup import request_for
 
     budgets = [parse_bytes(part, where="memory") for part in memory.split(",")]
-    comparison = compare(request_for(model, cluster, {**setup, "memory": max(budgets)}), budgets)
+    comparison = compare(request_for(model, cluster, {**setup, "memory": max(budgets)}, load_any_model), budgets)
     if as_json:
         opt.print_json([_entry(cell) for row in comparison.rows for cell in row])
         return

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from galvatron.core.spec import ModelSpec
 
 __all__ = ["command"]
 
@@ -16,15 +21,24 @@ def command(
     precision: opt.PrecisionKind = "fp32",
     attention: opt.AttentionKind = "fused",
     paper: Annotated[bool, typer.Option("--paper", help="fp32 with the paper's attention, as its Table 1.")] = False,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Write the model's facts to this .json file, to plan from.")
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """List the models known by name, or show the layers of one."""
     from galvatron.families import load_model, model_names
+    from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
 
-    training = training_of(Setup(precision=precision, attention="paper" if paper else attention))
-    specs = [load_model(name, training) for name in ([model] if model else model_names())]
+    training = training_of(
+        Setup(precision=precision, attention="paper" if paper else attention, sequence_length=sequence_length)
+    )
+    specs = [load_any_model(model, training)] if model else [load_model(name, training) for name in model_names()]
+    if output is not None:
+        _write(specs, output)
     if as_json:
         opt.print_json(
             [
@@ -43,3 +57,14 @@ def command(
     from galvatron.planner.plan.tables import layers_view, models_view
 
     opt.show(layers_view(specs[0]) if model else models_view(specs))
+
+
+def _write(specs: list[ModelSpec], output: str) -> None:
+    from galvatron.core.files.models import dump_model
+
+    if len(specs) != 1 or not output.endswith(".json"):
+        raise InvalidInput(f"output: {output!r} given; expected one model and a name that ends in .json")
+    try:
+        Path(output).write_text(dump_model(specs[0]), encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"output: cannot write {output!r}: {error.strerror or error}") from error

@@ -31,7 +31,9 @@ def command(
 
         request = request_here(model, setup, measuring=shown_progress)
     else:
-        request = request_for(model, cluster, setup)
+        from galvatron.measure.models import load_any_model
+
+        request = request_for(model, cluster, setup, load_any_model)
     started = time.perf_counter()
     plan = make_plan(request)
     search_s = time.perf_counter() - started

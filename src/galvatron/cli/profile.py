@@ -73,10 +73,11 @@ def model_command(
 
     from galvatron.cli.progress import shown_progress
     from galvatron.core.files.profiles import dump_profile
-    from galvatron.families import load_cluster, load_model
+    from galvatron.families import load_cluster
     from galvatron.measure.auto import AUTO
     from galvatron.measure.clusters import profile_cluster
     from galvatron.measure.layers import profile_model
+    from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
     from galvatron.processes.virtual import virtual_gpus
@@ -87,7 +88,7 @@ def model_command(
     with virtual_gpus(virtual):
         with shown_progress("cluster") as progress:
             where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
-        spec = load_model(model, training_of(setup, where.device.precision))
+        spec = load_any_model(model, training_of(setup, where.device.precision))
         with shown_progress(spec.name) as progress:
             profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():

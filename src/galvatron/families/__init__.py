@@ -29,8 +29,8 @@ def load_model(source: str | Path | dict[str, Any], training: Training) -> Model
     """The model that ``source`` names, trained that way.
 
     A preset's name, a ``.toml`` file (layers with their figures), a ``.json`` file or folder with a Hugging Face
-    configuration, or the content of such a file. A name that is also a folder means the preset; write ``./name`` for
-    the folder.
+    configuration, the content of such a file, or a ``.json`` file with a traced model. A name that is also a folder
+    means the preset; write ``./name`` for the folder.
     """
     if isinstance(source, dict):
         from galvatron.families.huggingface import model_of_config
@@ -48,7 +48,11 @@ def load_model(source: str | Path | dict[str, Any], training: Training) -> Model
     folder = os.path.isdir(path)  # unlike Path.is_dir, says no to a name too long for a file
     if path.suffix == ".json" or folder:
         from galvatron.families.huggingface import read_huggingface
+        from galvatron.families.traced import read_traced
 
+        traced = None if folder else read_traced(path, training)
+        if traced is not None:
+            return traced
         named_by = path if folder else path.parent
         name = named_by.resolve().name if folder or path.name == "config.json" else path.stem
         return read_huggingface(path, name or "model", training)

@@ -18,7 +18,15 @@ from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.discovery import families, family_of
 from galvatron.families.fields import Fields
 
-__all__ = ["model_of_config", "read_content", "read_huggingface"]
+__all__ = ["UnknownArchitecture", "model_of_config", "read_content", "read_huggingface"]
+
+
+class UnknownArchitecture(InvalidInput):
+    """A configuration of Hugging Face's that no family counts: its facts can only be traced."""
+
+    def __init__(self, message: str, content: dict[str, Any], name: str) -> None:
+        super().__init__(message)
+        self.content, self.name = content, name
 
 
 def read_huggingface(path: Path, name: str, training: Training) -> ModelSpec:
@@ -49,7 +57,12 @@ def model_of_config(content: dict[str, Any], path: Path, name: str, training: Tr
         types = [known.model_type for known in families().values()]
         close = difflib.get_close_matches(model_type, types, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "describe other models layer by layer in a .toml file"
-        raise fields.error("model_type", model_type, f"one of {', '.join(types)}; {hint}")
+        error = fields.error("model_type", model_type, f"one of {', '.join(types)}; {hint}")
+        raise UnknownArchitecture(str(error), content, name)
+    named = _named_class(content)
+    if named is not None and named != family.head_class:
+        error = fields.error("architectures", named, f"{family.head_class}, or no class")
+        raise UnknownArchitecture(str(error), content, name)
     model = family.read(fields).spec(name, training)
     try:
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
@@ -58,3 +71,11 @@ def model_of_config(content: dict[str, Any], path: Path, name: str, training: Tr
             f"{path}: cannot be part of a plan ({error}); expected numbers that are finite and text that is Unicode"
         ) from None
     return replace(model, config=content)
+
+
+def _named_class(content: dict[str, Any]) -> str | None:
+    """The class with another head than that of pre-training (for classification, say) that a configuration names."""
+    named = content.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    # Those of a base model, and of all heads of pre-training at once, are trained with the family's own head.
+    return first if isinstance(first, str) and "For" in first and not first.endswith("ForPreTraining") else None

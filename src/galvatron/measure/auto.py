@@ -11,6 +11,7 @@ from typing import Any
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layers import profile_model
+from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.plan.setup import request_for
@@ -40,7 +41,7 @@ def request_here(
     """
     with measuring("devices and links") as progress:
         cluster = profile_cluster(devices, progress=progress)
-    request = request_for(model, cluster, setup)
+    request = request_for(model, cluster, setup, load_any_model)
     if request.profile is not None or request.model.config is None:
         return request
     with measuring("layers") as progress:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Kind, Precision, Strategy, factor_by_factor
+from galvatron.core.spec import Kind, Precision, Strategy, Training, factor_by_factor
 from galvatron.families.build import build_meta, without_weights
-from galvatron.families.generic.adapter import LossFunction
+from galvatron.families.generic.adapter import LossFunction, shortened
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
 
-__all__ = ["NotChecked", "Trial", "trial_of"]
+__all__ = ["NotChecked", "Trial", "tiny_copy", "trial_batches", "trial_of"]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
@@ -53,27 +53,30 @@ class Trial:
 def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
     """The tiny copy, or the model itself if it is small; raises :class:`NotChecked` where neither will do."""
     reasons = []
-    for make in (_tiny_copy, _itself):
+    degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
+    for tiny in (True, False):
         try:
-            trial_model = make(model, plan)
-            small = _shortened(example, _length(plan)) if make is _tiny_copy else example
+            training = plan.model.training
+            trial_model = tiny_copy(model, degree, training) if tiny else _itself(model, training)
+            small = _shortened(example, _length(plan)) if tiny else example
             return _prepared(trial_model, plan, small, loss)
         except NotChecked as reason:
             reasons.append(str(reason))
         except (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-            what = "a tiny copy" if make is _tiny_copy else "a copy"
+            what = "a tiny copy" if tiny else "a copy"
             reasons.append(f"{what} of it cannot run under the plan ({str(error).partition(chr(10))[0]})")
     raise NotChecked("; ".join(reasons))
 
 
-def _tiny_copy(model: Any, plan: Plan) -> nn.Module:
+def tiny_copy(model: Any, degree: int, training: Training) -> nn.Module:
+    """A tiny stock model of the same architecture with weights that hide nothing, which ``degree`` ranks of TP divide;
+    raises :class:`NotChecked` if there is none."""
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
-    degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
-    return _built(model, tiny_config(model.config, degree=degree), plan)
+    return _built(model, tiny_config(model.config, degree=degree), training)
 
 
-def _itself(model: Any, plan: Plan) -> nn.Module:
+def _itself(model: Any, training: Training) -> nn.Module:
     count = sum(own.numel() for own in model.parameters())
     if count > _MOST_PARAMETERS:
         raise NotChecked(f"it has {count:,} parameters itself, more than {_MOST_PARAMETERS:,}")
@@ -81,14 +84,14 @@ def _itself(model: Any, plan: Plan) -> nn.Module:
         return _made_equal(copy.deepcopy(model).to("cpu", torch.float32))
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it has no weights")
-    return _built(model, model.config, plan)
+    return _built(model, model.config, training)
 
 
-def _built(model: Any, config: Any, plan: Plan) -> nn.Module:
+def _built(model: Any, config: Any, training: Training) -> nn.Module:
     """A stock model of the same class with random weights."""
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
-    empty: Any = build_meta(config, replace(plan.model.training, dropout=False), as_named=True)
+    empty: Any = build_meta(config, replace(training, dropout=False), as_named=True)
     count = sum(own.numel() for own in empty.parameters())
     if count > _MOST_PARAMETERS:
         raise NotChecked(f"its smallest copy has {count:,} parameters, more than {_MOST_PARAMETERS:,}")
@@ -117,7 +120,7 @@ def _made_equal(model: nn.Module) -> nn.Module:
 def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
     layered = layered_model(without_weights(model), example, loss)
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
-    batches = _batches(layered, model, rows * count, _length(plan), example, loss)
+    batches = trial_batches(layered, model, (rows * count, _length(plan)), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)
     training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
     if "input_ids" in batches["plain"]:
@@ -158,11 +161,7 @@ def _rows(plan: Plan) -> int:
 
 def _shortened(example: Batch | None, length: int) -> Batch | None:
     """An example for a tiny copy: short, and of tokens that it has."""
-    if example is None or "input_ids" not in example:
-        return example
-    shape = example["input_ids"].shape[:2]
-    short = {name: own[:, :length] if own.shape[:2] == shape else own for name, own in example.items()}
-    return _with_few_tokens(short)
+    return None if example is None else _with_few_tokens(shortened(example, length))
 
 
 def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
@@ -174,10 +173,15 @@ def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
     return found
 
 
-def _batches(
-    layered: LayeredModel, model: Any, rows: int, length: int, example: Batch | None, loss: LossFunction | None
+def trial_batches(
+    layered: LayeredModel,
+    model: Any,
+    size: tuple[int, int],
+    example: Batch | None = None,
+    loss: LossFunction | None = None,
 ) -> Mapping[str, Batch]:
-    """One with labels that do not count, and one with padding where the model knows it."""
+    """One with labels that do not count, and one with padding where the model knows it; ``size``: rows and tokens."""
+    rows, length = size
     stock = type(model).__module__.startswith("transformers.")
     tokens = example is None and getattr(model, "main_input_name", None) == "input_ids"
     generator = torch.Generator().manual_seed(_SEED)

@@ -34,7 +34,7 @@ from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.trial import NotChecked, Trial, trial_of
 
-__all__ = ["difference", "verify"]
+__all__ = ["Answer", "difference", "judged", "one_process", "verify"]
 
 _LOG = logging.getLogger(__name__)
 _LOSS_TOLERANCE = 1e-4
@@ -87,7 +87,7 @@ def difference(
         answers, problem = None, None
         if dist.get_rank() == 0:
             try:
-                answers = [_one_process(trial, batch, device) for batch in trial.batches.values()]
+                answers = [one_process(trial.model, batch, trial.loss, device) for batch in trial.batches.values()]
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 problem = str(error).partition("\n")[0] or type(error).__name__
         problem = collectives.all_gather_object(problem, device)[0]
@@ -100,17 +100,19 @@ def difference(
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
+    """What the stock model says of a batch."""
+
     loss: float
     gradients: dict[str, Tensor]
     """By every name that the model knows a parameter under."""
 
 
-def _one_process(trial: Trial, batch: Batch, device: torch.device) -> _Answer:
+def one_process(stock: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device) -> Answer:
     """What the stock model itself says."""
-    model = copy.deepcopy(trial.model).to(device)
+    model = copy.deepcopy(stock).to(device)
     own = {name: tensor.to(device) for name, tensor in batch.items()}
-    value = _own_loss(model, own, trial.loss)
+    value = _own_loss(model, own, loss)
     torch.autograd.backward(value)
     mean = float(value.detach())
     if not math.isfinite(mean):
@@ -118,7 +120,7 @@ def _one_process(trial: Trial, batch: Batch, device: torch.device) -> _Answer:
     named = model.named_parameters(remove_duplicate=False)
     gradients = {name: tensor.grad for name, tensor in named}
     found = {name: grad.detach().cpu() for name, grad in gradients.items() if grad is not None}
-    return _Answer(mean, found)
+    return Answer(mean, found)
 
 
 def _own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
@@ -136,7 +138,7 @@ def _own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tens
     return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
-def _compare(trial: Trial, answers: list[_Answer] | None, device: torch.device) -> str | None:
+def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -> str | None:
     layered = layered_model(without_weights(trial.model), trial.example, trial.loss)
     settings = ComputeSettings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
     parallel = build(trial.plan, layered, settings, ModelWeights(layered, trial.model))
@@ -151,8 +153,8 @@ def _compare(trial: Trial, answers: list[_Answer] | None, device: torch.device) 
             answer = answers[number]
             if trial.loss is not None:  # which gives a sum, of which the runtime makes a mean
                 count = trial.targets[name]
-                answer = _Answer(answer.loss / count, {key: own / count for key, own in answer.gradients.items()})
-            wrong = _judged(answer, loss, gradients)
+                answer = Answer(answer.loss / count, {key: own / count for key, own in answer.gradients.items()})
+            wrong = judged(answer, loss, gradients)
             if wrong is not None and found is None:
                 found = f"{type(trial.model).__name__}: {_words(name, wrong)}"
         for local in parallel.locals:
@@ -160,7 +162,7 @@ def _compare(trial: Trial, answers: list[_Answer] | None, device: torch.device) 
     return collectives.all_gather_object(found, device)[0]  # type: ignore[no-any-return]
 
 
-def _judged(answer: _Answer, loss: float, gradients: Iterator[tuple[str, Tensor]]) -> str | None:
+def judged(answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]]) -> str | None:
     """What is wrong with the loss and the gradients under the plan; takes all of them."""
     largest = max((float(own.abs().max()) for own in answer.gradients.values() if own.numel()), default=0.0)
     off: list[tuple[float, str]] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput, RankFailure
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.auto import AUTO, request_here
+from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
@@ -172,7 +173,7 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
 def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen) -> Plan:
     """The best plan for this machine, from measured figures unless a cluster is given."""
     if asked.cluster != AUTO:
-        request = request_for(model, asked.cluster, setup)
+        request = request_for(model, asked.cluster, setup, load_any_model)
         if asked.devices not in (None, request.cluster.devices):
             raise InvalidInput(
                 f"devices: {asked.devices} given, but cluster {asked.cluster!r} has {request.cluster.devices}; leave "

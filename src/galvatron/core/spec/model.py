@@ -100,6 +100,8 @@ class LayerSpec:
     """Of these, the ones each tensor-parallel rank holds whole (norms, biases after a row split, positions)."""
     forward_flops: int
     """Operations of one forward pass, a multiply-add counted as two."""
+    replicated_flops: int = 0
+    """Of these, the ones that each tensor-parallel rank does (routers, attention over gathered heads)."""
     split_activation_bytes: int
     """Saved for backward and divided by tensor parallelism."""
     replicated_activation_bytes: int = 0
@@ -110,6 +112,14 @@ class LayerSpec:
     """Largest working set of backward on top of what is saved (gradients of maps, logits); divided by TP."""
     tensor_parallel: TensorParallel | None = None
     """None: the layer cannot be split; under TP each rank computes it whole."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plan files have it. What came later and is not used is left out: digests and files of those plans stay
+        the same."""
+        facts = asdict(self)
+        if not self.replicated_flops:
+            del facts["replicated_flops"]
+        return facts
 
     @property
     def activation_bytes(self) -> int:
@@ -196,7 +206,7 @@ class ModelSpec:
         """Identifies layers and training, whatever file or preset they came from."""
         facts = {
             "family": self.family,
-            "kinds": [asdict(kind) for kind in self.kinds],
+            "kinds": [kind.to_dict() for kind in self.kinds],
             "order": [layer.name for layer in self.layers],
             "training": self.training.to_dict(),
         }

@@ -27,7 +27,7 @@ from galvatron.families.generic.trial import Anatomy, find_blocks
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Columns, Experts, Rows, Rule, SharedKey, Summed, Vocabulary, VocabularyLoss
 
-__all__ = ["Generic", "LossFunction"]
+__all__ = ["Generic", "LossFunction", "logits_of", "shortened"]
 
 LossFunction = Callable[[Any, Batch], Tensor]
 """From the model's output and the batch to the loss summed over the targets."""
@@ -169,7 +169,9 @@ class Generic(LayeredModel):
             )
         refuse_balance_loss(model)
         self._sample = batch
-        trial = self.example(_TRIAL[0], _TRIAL[1] if self._tokens else None, torch.Generator().manual_seed(0))
+        trial = self.example(_TRIAL[0], _TRIAL[1] if self.takes_tokens else None, torch.Generator().manual_seed(0))
+        if type(model).__module__.startswith("transformers."):
+            trial = shortened(trial, _TRIAL[1])
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self.anatomy = find_blocks(model, trial)
         self._shifted = _shifts(model, self.anatomy, trial, loss)
@@ -255,7 +257,8 @@ class Generic(LayeredModel):
         return count_targets(labels[..., 1:] if self._shifted else labels)
 
     @property
-    def _tokens(self) -> bool:
+    def takes_tokens(self) -> bool:
+        """Whether a random example is made of tokens, so many as are asked for."""
         return self._sample is None and getattr(self.model, "main_input_name", None) == "input_ids"
 
     def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
@@ -264,7 +267,7 @@ class Generic(LayeredModel):
             chosen = torch.randint(count, (rows,), generator=generator, device=generator.device)
             return {key: own[chosen.to(own.device)].to(generator.device) for key, own in self._sample.items()}
         config: Any = getattr(self.model, "config", None)
-        if self._tokens:
+        if self.takes_tokens:
             return self._text(config.get_text_config(), rows, sequence_length, generator)
         if getattr(self.model, "main_input_name", None) == "pixel_values":
             size = (rows, config.num_channels, *sides(config.image_size))
@@ -294,6 +297,12 @@ def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction
         if loss is None:
             raise
         return False  # the user's loss is what counts, over all labels
+
+
+def shortened(batch: Batch, tokens: int) -> dict[str, Tensor]:
+    """A batch of tokens with at most so many a sample: what is found out by a trial depends on no more."""
+    shape = batch["input_ids"].shape[:2] if "input_ids" in batch else None
+    return {name: own[:, :tokens] if own.shape[:2] == shape else own for name, own in batch.items()}
 
 
 def logits_of(output: Any) -> Tensor:

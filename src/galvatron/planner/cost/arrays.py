@@ -156,7 +156,7 @@ def _measured(
     else:
         forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
     if kind.tensor_parallel is not None:
-        forward_s *= (time.tp if time else 1) / tp
+        forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
     least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
     more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
@@ -171,6 +171,14 @@ def _measured(
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )
+
+
+def _work_left(kind: LayerSpec, tp: int) -> float:
+    """The share of a layer's work that one of so many tensor-parallel ranks does."""
+    if not kind.replicated_flops:
+        return 1 / tp
+    whole = kind.replicated_flops / kind.forward_flops
+    return whole + (1 - whole) / tp
 
 
 def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:

@@ -209,6 +209,7 @@ class PlanRecord:
     def to_dict(self) -> dict[str, Any]:
         facts = asdict(self)
         facts["model"]["training"] = self.model.training.to_dict()
+        facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         return facts
 
 

@@ -5,6 +5,7 @@ One place decides every default, for the command line and for Python alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,18 +37,28 @@ from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
+
+Source = str | Path | dict[str, Any]
+"""What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
 
 _PAPER_STEP = 8
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
-def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | Path | Cluster, setup: Setup) -> Request:
-    """The request a user means; a dictionary is a model's configuration. Raises :class:`InvalidInput` for what cannot
-    be meant."""
+def request_for(
+    model: Source | ModelSpec,
+    cluster: str | Path | Cluster,
+    setup: Setup,
+    load: Callable[[Source, Training], ModelSpec] = load_model,
+) -> Request:
+    """The request a user means. Raises :class:`InvalidInput` for what cannot be meant.
+
+    ``load``: how a model's facts are found; the default knows what can be counted without torch.
+    """
     _reject_unknown(setup)
     paper = setup.get("paper", False)
     if paper:
@@ -57,7 +68,7 @@ def request_for(model: str | Path | ModelSpec | dict[str, Any], cluster: str | P
     training = training_of(setup, cluster.device.precision)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if not isinstance(model, ModelSpec):
-        model = load_model(model, training)
+        model = load(model, training)
     elif setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
         model = replace(model, training=replace(model.training, optimizer=training.optimizer))
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")

@@ -1,0 +1,280 @@
+"""What the planner needs to know of a model without a family: sizes and work of each kind of its layers.
+
+Each kind runs once on one sample with fake tensors: they have shapes but no values, so that it takes neither memory nor
+time, whatever the model's size. Where tensor parallelism can split it, it runs a second time as one of two ranks: what
+then is half was split, what is the same is on each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.families.build import without_weights
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.stubs import GROUPED, Call
+from galvatron.families.layer import Activations, Batch, Layer
+from galvatron.runtime.split_trial import split_difference
+from galvatron.runtime.tensor_parallel.simulated import LoneGroup
+from galvatron.runtime.tensor_parallel.split import TensorGroup, split
+
+__all__ = ["describe"]
+
+_LOG = logging.getLogger(__name__)
+_RANKS = 2
+"""Of the tensor-parallel group that a layer is split for."""
+
+
+def describe(model: nn.Module, batch: Batch, training: Training | None = None, *, name: str | None = None) -> ModelSpec:
+    """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
+    training = Training() if training is None else training
+    return _Description(model, batch, training).spec(name or type(model).__name__)
+
+
+class _Description:
+    """A model that is being described."""
+
+    def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
+        self._model, self._batch, self._training = model, batch, training
+        self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
+        self._sample = {key: own[:1].cpu() for key, own in batch.items()}
+
+    def spec(self, name: str) -> ModelSpec:
+        layered = self._layered()
+        whole = self._trace(layered, None)
+        halves = self._split(layered)
+        boundary = whole[layered.layers[0].kind].boundary
+        tokens = self._sample["input_ids"].shape[1] if "input_ids" in self._sample else None
+        seen: set[nn.Parameter] = set()
+        kinds: dict[str, LayerSpec] = {}
+        for layer in layered.layers:
+            own = set(layer.parameters())
+            if layer.kind not in kinds:
+                tied = sum(parameter.numel() for parameter in own & seen)
+                tensor = layered.tensor_parallel(layer, boundary_bytes=boundary, tokens=tokens) if halves else None
+                kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied, boundary)
+            seen |= own
+        return ModelSpec(
+            name=name,
+            family="generic",
+            layers=tuple(kinds[layer.kind] for layer in layered.layers),
+            training=replace(self._training, sequence_length=tokens) if tokens else self._training,
+            config=_config(self._model),
+        )
+
+    def _layered(self) -> Generic:
+        return Generic(without_weights(self._model, self._dtype).train(), self._batch)
+
+    def _split(self, layered: Generic) -> dict[str, _Traced]:
+        """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""
+        kind = type(self._model).__name__
+        if layered.tensor_rules.refused:
+            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, layered.tensor_rules.refused)
+        if not layered.tensor_rules.blocks:
+            return {}
+        reason = split_difference(self._model, self._training, sequence=True)
+        if reason is not None:
+            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, reason)
+            return {}
+        return self._trace(self._layered(), LoneGroup(_RANKS))
+
+    def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, _Traced]:
+        """The first layer of each kind, run."""
+        context = layered.context(self._sample, self._dtype)
+        first = {layer.kind: layer for layer in reversed(layered.layers)}
+        embedding, *_, head = layered.layers
+        if group is not None:
+            for layer in first.values():
+                if layer.rules:
+                    split(layer, TensorGroup(group=group))
+        traced: dict[str, _Traced] = {}
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _named_failures(type(self._model).__name__):
+            _give_values(first.values())
+            fakes = replace(
+                context,
+                batch={key: fake.from_tensor(own) for key, own in self._sample.items()},
+                calls=tuple(_faked(call, fake) for call in context.calls),
+            )
+            given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in fakes.calls])}
+            hidden, traced[embedding.kind] = _measure(embedding, (), fakes, given)
+            hidden = hidden.detach().requires_grad_()
+            for layer in first.values():
+                if layer is head:
+                    layer((hidden,), fakes)  # so that the stand-ins for what precedes know their shapes
+                if layer is not embedding:
+                    _, traced[layer.kind] = _measure(layer, (hidden,), fakes, given)
+        return traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """What a layer does with one sample."""
+
+    parameters: int
+    flops: int
+    saved: int
+    largest: int
+    """Bytes of its largest operation, in and out."""
+    boundary: int
+
+
+def _spec(
+    layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorParallel | None, tied: int, boundary: int
+) -> LayerSpec:
+    def divided(all_: int, of_one: int) -> int:
+        """The part of a figure that is halved on one of two ranks."""
+        return min(max(_RANKS * (all_ - of_one) // (_RANKS - 1), 0), all_)
+
+    if half is None or tensor is None:
+        half, tensor = whole, None
+    saved = divided(whole.saved, half.saved)
+    return LayerSpec(
+        name=layer.kind,
+        parameters=whole.parameters,
+        tied_parameters=tied,
+        replicated_parameters=whole.parameters - divided(whole.parameters, half.parameters),
+        forward_flops=whole.flops,
+        replicated_flops=0 if tensor is None else whole.flops - divided(whole.flops, half.flops),
+        split_activation_bytes=saved,
+        replicated_activation_bytes=whole.saved - saved,
+        boundary_bytes=boundary,
+        # Backward holds the gradients of what the operation made and took, and (in a softmax) half as much again, while
+        # the gradient of the boundary waits.
+        transient_bytes=whole.largest * 3 // 2 + boundary,
+        tensor_parallel=tensor,
+    )
+
+
+@contextmanager
+def _named_failures(name: str) -> Iterator[None]:
+    """A model that computes with values, which fake tensors do not have, cannot be described."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise InvalidInput(
+            f"{name}: the shape of what its operation {error.func} returns depends on values, so the model cannot be "
+            "traced without them; describe its layers in a .toml file (docs/models.md)"
+        ) from None
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InvalidInput(
+            f"{name}: cannot be traced with tensors that have shapes but no values ({reason}); describe its layers in "
+            "a .toml file (docs/models.md)"
+        ) from None
+
+
+def _config(model: nn.Module) -> dict[str, Any] | None:
+    """What builds the model again, if it is one of Hugging Face's."""
+    config = getattr(model, "config", None)
+    if config is None or not type(model).__module__.startswith("transformers."):
+        return None
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    return {**content, "architectures": [type(model).__name__]}
+
+
+def _give_values(layers: Iterable[Layer]) -> None:
+    """Fake parameters in the place of meta ones; shared ones stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.is_meta and own not in made:
+                made[own] = nn.Parameter(torch.empty(own.shape, dtype=own.dtype), requires_grad=own.requires_grad)
+            setattr(module, name, made.get(own, own))
+
+
+def _faked(call: Call, fake: FakeTensorMode) -> Call:
+    args, kwargs = tree_map(
+        lambda own: fake.from_tensor(own) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
+    )
+    return Call(call.block, args, kwargs)
+
+
+class _Work(TorchDispatchMode):
+    """What a forward pass does: operations, bytes saved for backward, bytes of its largest operation in and out."""
+
+    def __init__(self, parameters: Iterable[Tensor], given: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        """At first of experts alone: torch's counter knows the others."""
+        self.largest = 0
+        self._left_out = given | {_storage(own) for own in parameters}
+        self._saved: dict[int, Tensor] = {}
+
+    @property
+    def saved(self) -> int:
+        return sum(own.untyped_storage().nbytes() for own in self._saved.values())
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._left_out:
+            self._saved.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self._experts(*args) if str(function) in GROUPED else function(*args, **(kwargs or {}))
+        taken = {_storage(own): own for own in _tensors((args, kwargs))}
+        new = [own for own in _tensors(made) if _storage(own) not in taken]
+        if new:
+            inputs = [own for place, own in taken.items() if place not in self._left_out]
+            self.largest = max(self.largest, sum(_bytes(own) for own in (*new, *inputs) if own.is_floating_point()))
+        return made
+
+    def _experts(self, rows: Tensor, weights: Tensor, *_: Any) -> Tensor:
+        """Each row times the matrix of its expert: torch has neither shapes for all types nor counts for it."""
+        self.flops += 2 * rows.numel() * weights.shape[-1]
+        return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [own for own in tree_flatten(values)[0] if isinstance(own, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _attention_flops(
+    query: list[int], key: list[int], value: list[int], dropout: float = 0.0, causal: bool = False, **_: Any
+) -> int:
+    """Of the fused kernel on CPUs, which torch's counter does not know: two products, half of each if causal."""
+    *heads, queries, width = query
+    return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
+
+
+_FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Tensor, _Traced]:
+    work = _Work(layer.parameters(), given)
+    counter = FlopCounterMode(display=False, custom_mapping=_FUSED)
+    with counter, saved_tensors_hooks(work.pack, lambda own: own), work:
+        (made,) = layer(activations, context)
+    return made, _Traced(
+        parameters=sum(own.numel() for own in layer.parameters()),
+        flops=work.flops + counter.get_total_flops(),
+        saved=work.saved,
+        largest=work.largest,
+        boundary=_bytes(made),
+    )

@@ -1,0 +1,66 @@
+"""Facts of any model: those that families count, and those that are traced from the stock model itself.
+
+Tracing takes seconds and imports torch, so its result is kept in a file; planning from that needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.files.models import dump_model, read_model
+from galvatron.core.spec import Attention, ModelSpec, Training
+from galvatron.families import load_model
+from galvatron.families.huggingface import UnknownArchitecture
+from galvatron.measure import cache
+
+__all__ = ["load_any_model"]
+
+_LONGEST = 4096
+"""Tokens of a sample where nobody says, if the model can take more."""
+
+
+def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
+    """The model that ``source`` names, trained that way: as :func:`galvatron.families.load_model`, and of every
+    architecture of transformers that can be traced."""
+    try:
+        return load_model(source, training)
+    except UnknownArchitecture as unknown:
+        content, name = unknown.content, unknown.name
+    kept = cache.cached_file("traced", cache.key_of(config=content, training=training.to_dict(), name=name))
+    kept = kept.with_suffix(".json")
+    if kept.exists():
+        return read_model(kept)
+    try:
+        spec = _traced(content, name, training)
+    except ImportError as error:
+        raise InvalidInput(
+            f"{name}: its layers are traced with PyTorch and transformers, but {error.name or error} is not installed; "
+            "install galvatron[torch], or give a model file that was made where it is (galvatron models --output)"
+        ) from None
+    cache.keep(kept, dump_model(spec))
+    return spec
+
+
+def _traced(content: dict[str, Any], name: str, training: Training) -> ModelSpec:
+    import torch
+
+    from galvatron.families.build import build_meta, read_config, stock_class
+    from galvatron.families.generic.adapter import Generic
+    from galvatron.measure.describe import describe
+
+    config = read_config(content)
+    stock: Any = stock_class(config, as_named=True)
+    if training.attention is Attention.FUSED and not stock._supports_sdpa:
+        training = replace(training, attention=Attention.EAGER)
+    model = build_meta(content, training, as_named=True)
+    layered = Generic(model)
+    tokens = training.sequence_length
+    if tokens is None and layered.takes_tokens:
+        tokens = min(_LONGEST, getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST)
+    batch = layered.example(2, tokens, torch.Generator().manual_seed(0))
+    spec = describe(model, batch, training, name=name)
+    return replace(spec, config=json.loads(json.dumps({**content, "architectures": [type(model).__name__]})))

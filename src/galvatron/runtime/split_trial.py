@@ -1,0 +1,153 @@
+"""Whether tensor parallelism splits a model rightly: a tiny copy on two simulated ranks beside the stock model.
+
+The planner offers TP for a model outside the tested families only where this finds no difference. It takes a second or
+two and no other process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families.build import without_weights
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.layer import Activations, Batch
+from galvatron.families.weights import ModelWeights
+from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit
+from galvatron.runtime.randomness import restored
+from galvatron.runtime.tensor_parallel import operators
+from galvatron.runtime.tensor_parallel.simulated import simulate
+from galvatron.runtime.tensor_parallel.split import SplitParameters, TensorGroup, split
+from galvatron.runtime.trial import NotChecked, tiny_copy, trial_batches
+from galvatron.runtime.verify import judged, one_process
+
+__all__ = ["split_difference"]
+
+_RANKS = 2
+_SIZE = (2, 16)
+"""Rows and tokens of a trial batch."""
+_FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+
+
+def split_difference(model: nn.Module, training: Training, *, sequence: bool = False) -> str | None:
+    """Why tensor parallelism (with sequence parallelism where layers allow it) must not be used; None: it may be."""
+    cpu = torch.device("cpu")
+    with restored(cpu), torch.enable_grad():
+        try:
+            small = tiny_copy(model, _RANKS, training)
+            layered = Generic(without_weights(small))
+            for name, batch in trial_batches(layered, small, _SIZE).items():
+                answer = one_process(small, batch, None, cpu)
+                wrong = judged(answer, *_under_tensor_parallelism(small, batch, sequence=sequence))
+                if wrong is not None:
+                    return f"a tiny copy that is split differs from the whole one. Of a {name} batch {wrong}"
+        except NotChecked as reason:
+            return f"it cannot be tried out: {reason}"
+        except _FAILURES as error:
+            return f"a tiny copy fails when it is split ({str(error).partition(chr(10))[0]})"
+    return None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank found."""
+
+    loss: float
+    gradients: dict[str, tuple[ParameterShard, Tensor]]
+    """By stock name."""
+
+
+def _under_tensor_parallelism(
+    small: nn.Module, batch: Batch, *, sequence: bool
+) -> tuple[float, Iterator[tuple[str, Tensor]]]:
+    models = [Generic(without_weights(small)) for _ in range(_RANKS)]
+    shares = simulate(_RANKS, lambda group: _Rank(models[group.rank()], small, group, sequence=sequence).run(batch))
+    return shares[0].loss, _put_together(shares)
+
+
+def _put_together(shares: Sequence[_Share]) -> Iterator[tuple[str, Tensor]]:
+    for name, (shard, gradient) in shares[0].gradients.items():
+        if shard.split is None:
+            yield name, gradient
+            continue
+        whole = torch.zeros(shard.shape)
+        for share in shares:
+            own, part = share.gradients[name]
+            own.put(part, whole)
+        yield name, whole
+
+
+class _Rank:
+    """One rank's layers."""
+
+    def __init__(self, layered: Generic, small: nn.Module, group: ProcessGroup, *, sequence: bool) -> None:
+        self._layered, self._group = layered, group
+        self._divided = [
+            sequence and layer.kind in layered.tensor_rules.divisible and bool(layer.rules) for layer in layered.layers
+        ]
+        self._done: list[SplitParameters] = []
+        self._shapes: list[dict[str, tuple[int, ...]]] = []
+        weights = ModelWeights(layered, small)
+        values = [weights.tensors(index) for index in range(len(layered.layers))]
+        for layer, own, divided in zip(layered.layers, values, self._divided, strict=True):
+            done = (
+                split(layer, TensorGroup(group=group, sequence=divided)) if layer.rules else SplitParameters(splits={})
+            )
+            for name, parameter in list(layer.named_parameters()):
+                shard = ParameterShard(tuple(own[name].shape), done.splits.get(name))
+                _set(layer, parameter, nn.Parameter(shard.take(own[name]).clone()))
+            self._done.append(done)
+            self._shapes.append({name: tuple(value.shape) for name, value in own.items()})
+
+    def run(self, batch: Batch) -> _Share:
+        """The loss of a batch and the gradients of what this rank holds."""
+        context = self._layered.context(batch, torch.float32)
+        activations: Activations = ()
+        before = False
+        for layer, divided in zip(self._layered.layers, self._divided, strict=True):
+            activations = tuple(self._changed(own, before, divided) for own in activations)
+            activations, before = layer(activations, context), divided
+        count = max(self._layered.targets(batch), 1)
+        mean = activations[0] / count
+        torch.autograd.backward(mean)
+        return _Share(float(mean.detach()), self._gradients())
+
+    def _changed(self, tensor: Tensor, before: bool, after: bool) -> Tensor:
+        if before == after:
+            return tensor
+        change = operators.slice_sequence if after else operators.gather_sequence
+        return change(tensor, self._group)
+
+    def _gradients(self) -> dict[str, tuple[ParameterShard, Tensor]]:
+        """Uses of a tied weight are added up, and what is partial is summed."""
+        owners = {use: tie.uses[0] for tie in self._layered.ties for use in tie.uses}
+        found: dict[str, tuple[ParameterShard, Tensor]] = {}
+        for index, layer in enumerate(self._layered.layers):
+            tied = {use.name: owner for use, owner in owners.items() if use.layer == index}
+            for name, parameter in layer.named_parameters():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                cut: TensorSplit | None = self._done[index].splits.get(name)
+                if cut is None and (self._divided[index] or name in self._done[index].partial):
+                    self._group.allreduce([gradient])
+                owner = tied.get(name)
+                stock = layer if owner is None else self._layered.layers[owner.layer]
+                key = stock.stock_name(name if owner is None else owner.name)
+                shard = ParameterShard(self._shapes[index][name], cut)
+                if key in found:
+                    gradient = found[key][1] + gradient
+                found[key] = shard, gradient
+        return found
+
+
+def _set(layer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter under each of its names."""
+    for module in layer.modules():
+        for name in [key for key, value in module._parameters.items() if value is old]:
+            setattr(module, name, new)
