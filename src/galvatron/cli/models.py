@@ -28,7 +28,7 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the models known by name, or show the layers of one."""
-    from galvatron.families import load_model, model_names
+    from galvatron.families import configured_names, load_model, model_names
     from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
@@ -56,7 +56,10 @@ def command(
         return
     from galvatron.planner.plan.tables import layers_view, models_view
 
-    opt.show(layers_view(specs[0]) if model else models_view(specs))
+    if model:
+        opt.show(layers_view(specs[0]))
+        return
+    opt.show(models_view(specs), f"also, by Hugging Face's configurations: {', '.join(configured_names())}")
 
 
 def _write(specs: list[ModelSpec], output: str) -> None:

@@ -15,13 +15,22 @@ from galvatron.core.files.clusters import cluster_names, load_cluster
 from galvatron.core.files.profiles import load_profile
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.paper import paper_profile
-from galvatron.families.presets import find_preset, preset_names
+from galvatron.families.presets import configured_names, find_preset, preset_names
 
-__all__ = ["cluster_names", "load_cluster", "load_model", "load_profile", "model_names", "paper_profile"]
+__all__ = [
+    "cluster_names",
+    "configured_names",
+    "load_cluster",
+    "load_model",
+    "load_profile",
+    "model_names",
+    "paper_profile",
+]
 
 
 def model_names() -> tuple[str, ...]:
-    """The models known by name. Those ending in a depth ("bert-huge-32") exist for other depths too."""
+    """The models known by name whose layers are counted. Those ending in a depth ("bert-huge-32") exist for other
+    depths too."""
     return preset_names()
 
 
@@ -56,8 +65,9 @@ def load_model(source: str | Path | dict[str, Any], training: Training) -> Model
         named_by = path if folder else path.parent
         name = named_by.resolve().name if folder or path.name == "config.json" else path.stem
         return read_huggingface(path, name or "model", training)
-    close = difflib.get_close_matches(str(source), preset_names(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(preset_names())}."
+    known = (*preset_names(), *configured_names())
+    close = difflib.get_close_matches(str(source), known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}."
     raise InvalidInput(
         f"unknown model {str(source)!r}; {hint} A .toml file, or a .json file or folder with a Hugging Face "
         "configuration will also do"

@@ -13,14 +13,12 @@ from typing import Any
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.models import dump_model, read_model
 from galvatron.core.spec import Attention, ModelSpec, Training
+from galvatron.core.spec.model import DEFAULT_LONGEST
 from galvatron.families import load_model
 from galvatron.families.huggingface import UnknownArchitecture
 from galvatron.measure import cache
 
 __all__ = ["load_any_model"]
-
-_LONGEST = 4096
-"""Tokens of a sample where nobody says, if the model can take more."""
 
 
 def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
@@ -60,7 +58,8 @@ def _traced(content: dict[str, Any], name: str, training: Training) -> ModelSpec
     layered = Generic(model)
     tokens = training.sequence_length
     if tokens is None and layered.takes_tokens:
-        tokens = min(_LONGEST, getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST)
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        tokens = min(DEFAULT_LONGEST, most or DEFAULT_LONGEST)
     batch = layered.example(2, tokens, torch.Generator().manual_seed(0))
     spec = describe(model, batch, training, name=name)
     return replace(spec, config=json.loads(json.dumps({**content, "architectures": [type(model).__name__]})))

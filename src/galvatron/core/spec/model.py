@@ -19,7 +19,11 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.strategy import Kind, Strategy
 
-__all__ = ["Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
+__all__ = ["DEFAULT_LONGEST", "Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
+
+
+DEFAULT_LONGEST = 8192
+"""Tokens of a sample where nobody says how many, if the model can take more: models for 128k are trained with fewer."""
 
 
 class Precision(StrEnum):
@@ -56,7 +60,7 @@ class Training:
     dropout: bool | None = None
     """Whether dropout is active; None: as the model's own configuration says."""
     sequence_length: int | None = None
-    """Tokens a sample for language models; None: the model's own maximum."""
+    """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
     optimizer: str = ADAMW.name
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
 

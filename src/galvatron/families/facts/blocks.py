@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.model import Attention, LayerSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.model import DEFAULT_LONGEST, Attention, LayerSpec, Precision, TensorParallel, Training
 from galvatron.families.facts.ops import FP32, Op, Split, activation, dropout, layer, layer_norm, linear
 
 __all__ = [
@@ -266,8 +266,8 @@ def class_head(tokens: int, hidden: int, labels: int, training: Training, *, poo
 
 
 def token_count(training: Training, longest: int, *, model: str, learned_positions: bool) -> int:
-    """Tokens a sample: what training asks for, else the model's own maximum."""
-    tokens = longest if training.sequence_length is None else training.sequence_length
+    """Tokens a sample: what training asks for, else the model's own maximum up to what people train with."""
+    tokens = min(longest, DEFAULT_LONGEST) if training.sequence_length is None else training.sequence_length
     if tokens < 1:
         raise InvalidInput(f"{model}: sequence length {tokens} is not possible; it must be at least 1")
     if learned_positions and tokens > longest:
