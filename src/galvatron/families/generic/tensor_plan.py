@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ from galvatron.families.rules import (
     Vocabulary,
 )
 
-__all__ = ["NoTensorParallelism", "block_rules", "divides", "plan_of"]
+__all__ = ["NoTensorParallelism", "block_rules", "divides", "plan_of", "rules_within"]
 
 
 class NoTensorParallelism(Exception):
@@ -56,6 +57,11 @@ def block_rules(model: nn.Module, name: str) -> tuple[Rule, ...]:
             if style is not None:
                 rules += _of_parameter(full, parameter, style)
     return tuple(rules)
+
+
+def rules_within(attribute: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules of a block with the paths that they have in a layer that owns it under this attribute."""
+    return tuple(replace(rule, path=f"{attribute}.{rule.path}") for rule in rules)
 
 
 def _starred(name: str) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
 from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
-from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules
+from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules, rules_within
 from galvatron.families.generic.trial import Anatomy
 from galvatron.families.rules import Columns, PartialGradients, Region, Rows, Rule, Table, Whole
 
@@ -57,7 +57,7 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
         found[kind] = run.with_inputs(rules)
         if run.divisible(found[kind]):
             divisible.add(kind)
-    layers = {kind: tuple(replace(rule, path=f"block.{rule.path}") for rule in own) for kind, own in found.items()}
+    layers = {kind: rules_within("block", own) for kind, own in found.items()}
     return TensorRules(blocks=layers, divisible=frozenset(divisible))
 
 

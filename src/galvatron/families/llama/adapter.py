@@ -1,4 +1,7 @@
-"""Llama (``LlamaForCausalLM``): embedding, decoders with rotary positions and grouped key/value heads, head."""
+"""Llama (``LlamaForCausalLM``): embedding, decoders with rotary positions and grouped key/value heads, head.
+
+How a decoder's weights are split is what transformers' own plan says.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from galvatron.families.adapters import (
     shape_of,
     stock_children,
 )
+from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
-from galvatron.families.rules import Columns, Region, Rows, Vocabulary, VocabularyLoss
+from galvatron.families.rules import Columns, Region, Vocabulary, VocabularyLoss
 
 __all__ = ["ADAPTER", "Llama"]
 
@@ -50,18 +54,13 @@ class _Decoder(Layer):
     block: nn.Module
 
     def __init__(self, model: Any, index: int) -> None:
+        name = f"model.layers.{index}"
         rules = (
             Region("block.self_attn"),
-            Columns("block.self_attn.q_proj"),
-            Columns("block.self_attn.k_proj"),
-            Columns("block.self_attn.v_proj"),
-            Rows("block.self_attn.o_proj"),
             Region("block.mlp", ("x",)),
-            Columns("block.mlp.gate_proj"),
-            Columns("block.mlp.up_proj"),
-            Rows("block.mlp.down_proj"),
+            *rules_within("block", block_rules(model, name)),
         )
-        super().__init__("decoder", {"block": (f"model.layers.{index}", model.model.layers[index])}, rules)
+        super().__init__("decoder", {"block": (name, model.model.layers[index])}, rules)
 
     @property
     def inputs(self) -> frozenset[str]:
