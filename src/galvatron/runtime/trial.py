@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Kind, Precision, Strategy, factor_by_factor
+from galvatron.core.spec import Kind, Precision, Strategy, Training, factor_by_factor
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
@@ -23,7 +23,7 @@ from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
 
-__all__ = ["NotChecked", "Trial", "trial_of"]
+__all__ = ["NotChecked", "Trial", "random_model", "trial_batches", "trial_of"]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
@@ -70,7 +70,7 @@ def _tiny_copy(model: Any, plan: Plan) -> nn.Module:
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
     degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
-    return _built(model, tiny_config(model.config, degree=degree), plan)
+    return random_model(type(model), tiny_config(model.config, degree=degree), plan.model.training)
 
 
 def _itself(model: Any, plan: Plan) -> nn.Module:
@@ -81,14 +81,15 @@ def _itself(model: Any, plan: Plan) -> nn.Module:
         return _made_equal(copy.deepcopy(model).to("cpu", torch.float32))
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it has no weights")
-    return _built(model, model.config, plan)
+    return random_model(type(model), model.config, plan.model.training)
 
 
-def _built(model: Any, config: Any, plan: Plan) -> nn.Module:
-    """A stock model of the same class with random weights."""
+def random_model(kind: type[nn.Module], config: Any, training: Training) -> nn.Module:
+    """A stock model of this class with random weights, which computes the same each time; raises :class:`NotChecked` if
+    it is large."""
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
-    empty: Any = build_meta(config, replace(plan.model.training, dropout=False), as_named=True)
+    config.architectures = [kind.__name__]
+    empty: Any = build_meta(config, replace(training, dropout=False), as_named=True)
     count = sum(own.numel() for own in empty.parameters())
     if count > _MOST_PARAMETERS:
         raise NotChecked(f"its smallest copy has {count:,} parameters, more than {_MOST_PARAMETERS:,}")
@@ -117,7 +118,7 @@ def _made_equal(model: nn.Module) -> nn.Module:
 def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
     layered = layered_model(without_weights(model), example, loss)
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
-    batches = _batches(layered, model, rows * count, _length(plan), example, loss)
+    batches = trial_batches(layered, model, rows * count, _length(plan), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)
     training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
     if "input_ids" in batches["plain"]:
@@ -174,7 +175,7 @@ def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
     return found
 
 
-def _batches(
+def trial_batches(
     layered: LayeredModel, model: Any, rows: int, length: int, example: Batch | None, loss: LossFunction | None
 ) -> Mapping[str, Batch]:
     """One with labels that do not count, and one with padding where the model knows it."""
