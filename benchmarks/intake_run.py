@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from intake_models import LENGTH, Architecture
+from intake_table import COLUMNS, EQUAL, FAILED, REFUSED, WRONG
 from torch import Tensor, nn
 
 import galvatron
@@ -32,11 +34,10 @@ from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.trial import trial_batches
 from galvatron.runtime.unpriced import facts_of, unpriced
+from galvatron.runtime.verify import own_loss
 
-__all__ = ["COLUMNS", "EQUAL", "FAILED", "REFUSED", "WRONG", "Outcome", "examine"]
+__all__ = ["Outcome", "examine"]
 
-COLUMNS = ("planned", "DP", "SDP", "PP", "TP", "EP", "plan")
-EQUAL, REFUSED, WRONG, FAILED = "equal", "refused", "WRONG", "failed"
 _RANKS, _ROWS, _STEPS = 2, 8, 3
 _RATE, _EPSILON = 1e-3, 1e-5
 """A gradient that is all rounding (of a key's bias) must not become a step of Adam."""
@@ -178,15 +179,13 @@ class _Case:
 
     def train_alone(self) -> None:
         """Three steps of the stock model with its own loss."""
-        import copy
-
         model: Any = copy.deepcopy(self.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, eps=_EPSILON)
         for step, batch in enumerate(self.batches):
-            loss = model(**batch).loss
-            if not isinstance(loss, Tensor) or not math.isfinite(float(loss)):
-                raise _Refused(f"its loss is {loss}")
-            loss.backward()
+            loss = own_loss(model, batch, None)
+            if not math.isfinite(float(loss)):
+                raise _Refused(f"its loss is {float(loss)}")
+            torch.autograd.backward(loss)
             self.reference.losses.append(float(loss))
             if step == 0:
                 named = model.named_parameters(remove_duplicate=False)
@@ -195,9 +194,7 @@ class _Case:
                 }
             optimizer.step()
             optimizer.zero_grad()
-        self.reference.parameters = {
-            name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)
-        }
+        self.reference.parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
 
     def column(self, plan: Callable[[], Plan]) -> Outcome:
         """Train under a plan on two ranks and compare."""

@@ -34,7 +34,7 @@ from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.trial import NotChecked, Trial, trial_of
 
-__all__ = ["difference", "verify"]
+__all__ = ["difference", "own_loss", "verify"]
 
 _LOG = logging.getLogger(__name__)
 _LOSS_TOLERANCE = 1e-4
@@ -110,7 +110,7 @@ def _one_process(trial: Trial, batch: Batch, device: torch.device) -> _Answer:
     """What the stock model itself says."""
     model = copy.deepcopy(trial.model).to(device)
     own = {name: tensor.to(device) for name, tensor in batch.items()}
-    value = _own_loss(model, own, trial.loss)
+    value = own_loss(model, own, trial.loss)
     torch.autograd.backward(value)
     mean = float(value.detach())
     if not math.isfinite(mean):
@@ -121,7 +121,7 @@ def _one_process(trial: Trial, batch: Batch, device: torch.device) -> _Answer:
     return _Answer(mean, found)
 
 
-def _own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
+def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
     """The mean over the targets: the model's own where it computes one."""
     taken = inspect.signature(model.forward).parameters
     inputs = {name: own for name, own in batch.items() if name in taken and name != "labels"}

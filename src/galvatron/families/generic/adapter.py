@@ -34,6 +34,7 @@ LossFunction = Callable[[Any, Batch], Tensor]
 
 _LENGTH = 512
 """Tokens of a sample if neither user nor configuration says."""
+_PIXELS = 224
 _TRIAL = (2, 8)
 """Samples and tokens of the trial run."""
 
@@ -267,7 +268,7 @@ class Generic(LayeredModel):
         if self._tokens:
             return self._text(config.get_text_config(), rows, sequence_length, generator)
         if getattr(self.model, "main_input_name", None) == "pixel_values":
-            size = (rows, config.num_channels, *sides(config.image_size))
+            size = (rows, *_image(config))
             labels = torch.randint(config.num_labels, (rows,), generator=generator, device=generator.device)
             return {"pixel_values": torch.randn(size, generator=generator, device=generator.device), "labels": labels}
         raise InvalidInput(
@@ -294,6 +295,13 @@ def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction
         if loss is None:
             raise
         return False  # the user's loss is what counts, over all labels
+
+
+def _image(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of an image; models that take any size are tried with a usual one."""
+    vision = getattr(config, "vision_config", config)
+    height, width = sides(getattr(vision, "image_size", _PIXELS))
+    return getattr(vision, "num_channels", 3), height, width
 
 
 def logits_of(output: Any) -> Tensor:
