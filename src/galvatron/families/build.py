@@ -7,6 +7,7 @@ A model of any size is built in seconds and takes no memory; its weights come la
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from galvatron.core.spec import Attention, Training
 from galvatron.families.discovery import family_of
 
 __all__ = ["build_meta", "read_config", "stock_class", "without_weights"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -37,7 +40,8 @@ def build_meta(
 ) -> nn.Module:
     """The stock model of a configuration (the content of a ``config.json``), trained that way, without weights.
 
-    A known family has its pre-training head, unless it is to be the class that ``architectures`` names.
+    A known family has its pre-training head, unless it is to be the class that ``architectures`` names. Where there is
+    no fused attention, it is eager, with a warning.
     """
     config = copy.deepcopy(config) if isinstance(config, PreTrainedConfig) else read_config(config)
     if training.dropout is False:
@@ -46,10 +50,18 @@ def build_meta(
     attention = "sdpa" if training.attention is Attention.FUSED else "eager"
     stock: Any = stock_class(config, as_named=as_named)
     if attention == "sdpa" and not stock._supports_sdpa:
-        raise InvalidInput(f"{stock.__name__}: has no fused attention in transformers; train with attention 'eager'")
+        _LOG.warning("%s has no fused attention in transformers: it trains with attention 'eager'", stock.__name__)
+        attention = "eager"
     # Constructors draw random numbers for some parameters, which nobody will see.
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
-        model: nn.Module = stock._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        try:
+            model: nn.Module = stock._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        except Exception as error:  # of whatever kind: transformers checks little before it computes
+            reason = str(error).strip().partition("\n")[0]
+            raise InvalidInput(
+                f"{stock.__name__}: transformers {transformers.__version__} cannot build it from this configuration "
+                f"({type(error).__name__}: {reason}); compare it with the config.json of a published model"
+            ) from error
     _parameters_to_meta(model)
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -22,19 +24,88 @@ TINY_TOKENS = 96
 _HEAD = 8
 _POSITIONS = 64
 
-_HIDDEN = re.compile(r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|hidden_dim_base")
-_FEED_FORWARD = re.compile(
-    r".*(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|hidden_dim|inner_dim|intermediate_dim)|d_inner"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """What the sizes of a tiny configuration follow from."""
+
+    heads: int
+    kv_heads: int
+    degree: int
+    expand: int
+    """How many times as wide a state space is as the model."""
+    stateful: bool
+    """Whether heads are those of a state space."""
+
+    @property
+    def width(self) -> int:
+        return self.heads * _HEAD
+
+    @property
+    def rotary(self) -> int:
+        """Of the dims of a head, where these are counted separately."""
+        return _HEAD
+
+
+_Rule = tuple[str, Callable[[_Sizes, int], int]]
+_RULES: tuple[_Rule, ...] = (
+    (r"num_(key_value|kv)_heads|n_head_kv|num_key_value_groups|multi_query_group_num", lambda own, _: own.kv_heads),
+    (
+        r"(num|n)_(attention_)?heads?|n_head|(encoder|decoder)_attention_heads|attention_heads",
+        lambda own, _: own.heads * (own.expand if own.stateful else 1),
+    ),
+    (r"encoder_ffn_heads|num_(global|swa)_attention_heads", lambda own, _: own.heads),
+    (r"linear_num_key_heads", lambda own, _: own.kv_heads),
+    (r"linear_num_value_heads|linear_num_heads|index_n_heads", lambda own, _: own.heads),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", lambda own, _: own.heads * own.expand),
+    (
+        r"(global_|swa_|index_|linear_|linear_key_|linear_value_|mamba_)?(head_dim|d_kv|kv_channels|attention_head_dim)"
+        r"|v_head_dim|qk_nope_head_dim|dim_head|mamba_d_head|mamba_headdim",
+        lambda own, _: _HEAD,
+    ),
+    (r"qk_rope_head_dim|rotary_dim", lambda own, value: min(value, own.rotary)),
+    (r"qk_head_dim", lambda own, _: _HEAD + own.rotary),
+    (r"mamba_d_ssm", lambda own, _: own.expand * own.width),
+    (
+        r"hidden_size|d_model|n_embd|dim|embed_dim|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim"
+        r"|hidden_dim_base|(input|output)_embedding_size|cross_attention_hidden_size|pooler_hidden_size|lru_width"
+        r"|attention_hidden_size|hidden_size_per_layer_input|prediction_head_size",
+        lambda own, _: own.width,
+    ),
+    (r"(q|kv|o|attention|mla)?_?lora_rank(_.*)?", lambda own, value: min(value, 2 * _HEAD)),
+    (r"(mamba_|ssm_)?(d_state|state_size)|mamba_dt_rank|time_step_rank", lambda own, value: min(value, 2 * _HEAD)),
+    (
+        r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_moe_experts|n_routed_experts",
+        lambda own, value: min(value, max(4, own.degree)),
+    ),
+    (
+        r"(num_)?experts_per_(tok|token)|moe_k|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk",
+        lambda own, value: min(value, 2),
+    ),
+    (r"(mamba_)?n_groups", lambda own, value: min(value, own.kv_heads)),
+    (r"n_group|topk_group|num_expert_group|num_limited_groups", lambda own, value: min(value, 1)),
+    (
+        r".*(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|hidden_dim|inner_dim|intermediate_dim)"
+        r"|d_inner|intermediate_size_mlp|feed_forward_size|dff|dim_ff",
+        lambda own, value: min(value, math.lcm(2 * _HEAD, own.degree)) if value > 0 else value,
+    ),
+    (r".*vocab_size.*", lambda own, value: min(value, _VOCABULARY)),
+    (
+        r"(max|max_encoder|max_decoder)_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length"
+        r"|seq_length",
+        lambda own, value: min(value, _POSITIONS),
+    ),
+    (
+        r"sliding_window|attention_window_size|attention_chunk_size|window_size|local_attention|keep_window_size",
+        lambda own, value: min(value, 4),
+    ),
+    (r"(mamba_)?chunk_size", lambda own, value: min(value, _HEAD)),
+    (
+        r".*_token_(id|index)",
+        lambda own, value: value if value < TINY_TOKENS else TINY_TOKENS + value % (_VOCABULARY - TINY_TOKENS),
+    ),
 )
-_HEADS = re.compile(r"(num|n)_(attention_)?heads?|n_head|(encoder|decoder)_attention_heads|attention_heads")
-_KEY_VALUE_HEADS = re.compile(r"num_(key_value|kv)_heads|n_head_kv|num_key_value_groups|multi_query_group_num")
-_HEAD_DIM = re.compile(r"(global_|swa_)?(head_dim|d_kv|kv_channels|attention_head_dim|v_head_dim|qk_nope_head_dim)")
-_ROTARY_DIM = re.compile(r"qk_rope_head_dim|rotary_dim")
-_RANK = re.compile(r"(q|kv|o|attention|mla)?_?lora_rank(_.*)?")
-_EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_moe_experts|n_routed_experts")
-_CHOSEN = re.compile(r"(num_)?experts_per_(tok|token)|moe_k|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk")
-_POSITION = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length")
-_WINDOW = re.compile(r"sliding_window|attention_window_size|attention_chunk_size|window_size|local_attention")
+"""For names of fields, the first that fits: from sizes and the field's value to the tiny one."""
 
 
 def tiny_config(config: PreTrainedConfig, *, degree: int = 1) -> PreTrainedConfig:
@@ -49,20 +120,30 @@ def tiny_config(config: PreTrainedConfig, *, degree: int = 1) -> PreTrainedConfi
 
 def _shrink(config: Any, degree: int) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    heads, kv_heads = _heads(fields, degree)
+    sizes = _sizes(fields, degree)
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
             _shrink(value, degree)
-        elif isinstance(value, bool):
             continue
-        elif isinstance(value, int):
-            small = _smaller(name, value, heads, kv_heads, degree)
-            if small != value:
-                _set(config, name, small)
+        small = _small(name, value, sizes)
+        if small != value:
+            _set(config, name, small)
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
         if isinstance(rope, dict) and "mrope_section" in rope:
             _set(config, name, {**rope, "mrope_section": [1, 1, _HEAD // 2 - 2]})
+
+
+def _small(name: str, value: Any, sizes: _Sizes) -> Any:
+    """A number by the first rule for its name; a list of numbers, one a block or a stage, in the ratio that they have."""
+    if isinstance(value, list | tuple) and value and all(type(own) is int and own > 0 for own in value):
+        if re.fullmatch(r"num_(attention_)?heads|hidden_sizes|embed_dims?|intermediate_size", name):
+            unit = sizes.heads if "heads" in name else sizes.width
+            return type(value)(max(1, own // value[0]) * unit for own in value)
+        return value
+    if type(value) is not int:
+        return value
+    return next((small(sizes, value) for names, small in _RULES if re.fullmatch(names, name)), value)
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -70,49 +151,19 @@ def _set(config: Any, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-def _heads(fields: dict[str, Any], degree: int) -> tuple[int, int]:
+def _sizes(fields: Mapping[str, Any], degree: int) -> _Sizes:
     """Heads and key/value heads, in the ratio that they have."""
-    found = [value for name, value in fields.items() if _HEADS.fullmatch(name) and isinstance(value, int)]
-    shared = [value for name, value in fields.items() if _KEY_VALUE_HEADS.fullmatch(name) and isinstance(value, int)]
-    if not found:
-        return degree, degree
-    ratio = found[0] // shared[0] if shared and shared[0] and found[0] % shared[0] == 0 else 1
-    if shared and shared[0] == 1:
-        return max(2, degree), 1  # one head for all (multi-query): no TP divides it
+
+    def first(place: int) -> int:
+        values = [value for name, value in fields.items() if re.fullmatch(_RULES[place][0], name)]
+        return next((own for own in values if isinstance(own, int)), 0)
+
+    shared, found = first(0), first(1)
+    expand = next((fields[name] for name in ("mamba_expand", "expand") if isinstance(fields.get(name), int)), 1)
     base = max(2, degree)
-    ratio = min(ratio, 4)
-    return base * ratio, base
-
-
-def _smaller(name: str, value: int, heads: int, kv_heads: int, degree: int) -> int:
-    width = heads * _HEAD
-    small = value
-    if _KEY_VALUE_HEADS.fullmatch(name):
-        small = kv_heads
-    elif _HEADS.fullmatch(name):
-        small = heads
-    elif _HEAD_DIM.fullmatch(name):
-        small = _HEAD
-    elif _ROTARY_DIM.fullmatch(name):
-        small = min(value, _HEAD)
-    elif _HIDDEN.fullmatch(name):
-        small = width
-    elif _RANK.fullmatch(name):
-        small = min(value, 2 * _HEAD)
-    elif _EXPERTS.fullmatch(name):
-        small = min(value, max(4, degree))
-    elif _CHOSEN.fullmatch(name):
-        small = min(value, 2)
-    elif name in ("n_group", "topk_group", "num_expert_group", "num_limited_groups"):
-        small = min(value, 1)
-    elif _FEED_FORWARD.fullmatch(name):
-        small = min(value, math.lcm(2 * _HEAD, degree)) if value > 0 else value
-    elif name.startswith("vocab_size"):
-        small = min(value, _VOCABULARY)
-    elif _POSITION.fullmatch(name):
-        small = min(value, _POSITIONS)
-    elif _WINDOW.fullmatch(name):
-        small = min(value, 4)
-    elif name.endswith(("_token_id", "_token_index")) and value >= TINY_TOKENS:
-        small = TINY_TOKENS + value % (_VOCABULARY - TINY_TOKENS)
-    return small
+    heads, kv_heads = 2 * base, base
+    if found and shared == 1:
+        kv_heads = 1  # one head for all (multi-query): no TP divides it
+    elif found and shared and found % shared == 0:
+        heads = base * min(found // shared, 4)
+    return _Sizes(heads=heads, kv_heads=kv_heads, degree=degree, expand=expand, stateful="expand" in fields)

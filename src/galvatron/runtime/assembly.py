@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from galvatron.core.spec import Factor, Kind, Strategy, degree_of
@@ -176,7 +177,8 @@ class _Assembler:
                 self._attach_table(number, tie, use, part)
             elif number in self._tied:
                 path, _, name = use.name.rpartition(".")
-                attach_tied(part.layer.get_submodule(path), name, self._tied[number](part), self._prepare.get(number))
+                user, owner = part.layer.get_submodule(path), self._tied[number](part)
+                attach_tied(user, name, owner, self._like, self._prepare.get(number))
 
     def _attach_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         """A small table is whole on each rank; a layer sees the columns of its own heads."""
@@ -189,9 +191,16 @@ class _Assembler:
             whole = self.owners[number].shard.shape[rule.dim]
             mine = part_of(whole, part.tensor.index, part.tensor.degree)
             dim = rule.dim
-            attach_tied(part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)))
+            attach_tied(
+                part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like
+            )
         else:
-            attach_tied(part.layer.get_submodule(path), name, owner)
+            attach_tied(part.layer.get_submodule(path), name, owner, self._like)
+
+    @property
+    def _like(self) -> Tensor:
+        """Of the dtype and on the device of what layers compute with."""
+        return torch.empty(0, dtype=self.settings.dtype, device=self.settings.device)
 
     def _make_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         stages = self._stages_of(tie)

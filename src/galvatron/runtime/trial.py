@@ -23,7 +23,7 @@ from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
 
-__all__ = ["NotChecked", "Trial", "tiny_copy", "trial_batches", "trial_of"]
+__all__ = ["NotChecked", "Trial", "random_model", "tiny_copy", "trial_batches", "trial_of"]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
@@ -73,7 +73,7 @@ def tiny_copy(model: Any, degree: int, training: Training) -> nn.Module:
     raises :class:`NotChecked` if there is none."""
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
-    return _built(model, tiny_config(model.config, degree=degree), training)
+    return random_model(type(model), tiny_config(model.config, degree=degree), training)
 
 
 def _itself(model: Any, training: Training) -> nn.Module:
@@ -84,13 +84,14 @@ def _itself(model: Any, training: Training) -> nn.Module:
         return _made_equal(copy.deepcopy(model).to("cpu", torch.float32))
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it has no weights")
-    return _built(model, model.config, training)
+    return random_model(type(model), model.config, training)
 
 
-def _built(model: Any, config: Any, training: Training) -> nn.Module:
-    """A stock model of the same class with random weights."""
+def random_model(kind: type[nn.Module], config: Any, training: Training) -> nn.Module:
+    """A stock model of this class with random weights, which computes the same each time; raises :class:`NotChecked` if
+    it is large."""
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [kind.__name__]
     empty: Any = build_meta(config, replace(training, dropout=False), as_named=True)
     count = sum(own.numel() for own in empty.parameters())
     if count > _MOST_PARAMETERS:

@@ -34,7 +34,7 @@ from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.trial import NotChecked, Trial, trial_of
 
-__all__ = ["Answer", "difference", "judged", "one_process", "verify"]
+__all__ = ["Answer", "difference", "judged", "one_process", "own_loss", "verify"]
 
 _LOG = logging.getLogger(__name__)
 _LOSS_TOLERANCE = 1e-4
@@ -112,7 +112,7 @@ def one_process(stock: nn.Module, batch: Batch, loss: LossFunction | None, devic
     """What the stock model itself says."""
     model = copy.deepcopy(stock).to(device)
     own = {name: tensor.to(device) for name, tensor in batch.items()}
-    value = _own_loss(model, own, loss)
+    value = own_loss(model, own, loss)
     torch.autograd.backward(value)
     mean = float(value.detach())
     if not math.isfinite(mean):
@@ -123,7 +123,7 @@ def one_process(stock: nn.Module, batch: Batch, loss: LossFunction | None, devic
     return Answer(mean, found)
 
 
-def _own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
+def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
     """The mean over the targets: the model's own where it computes one."""
     taken = inspect.signature(model.forward).parameters
     inputs = {name: own for name, own in batch.items() if name in taken and name != "labels"}

@@ -9,29 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import ONE_F_ONE_B, Attention, LayerSpec, Strategy, Training
-from galvatron.families import load_cluster, load_model
+from galvatron.core.spec import Attention, LayerSpec, Training
+from galvatron.families import load_model
 from galvatron.families.discovery import family_of
-from galvatron.families.huggingface import model_of_config, read_content
+from galvatron.families.huggingface import read_content
 from galvatron.families.presets import find_preset
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.record import (
-    FORMAT_VERSION,
-    ClusterFacts,
-    LayerRun,
-    MemoryUse,
-    ModelFacts,
-    PlannedLayer,
-    PlannedStage,
-    SpaceFacts,
-    TimeUse,
-)
 from galvatron.processes.helper import measured
+from galvatron.runtime.unpriced import facts_of, unpriced
 from galvatron.train.start import is_plan
 
 if TYPE_CHECKING:
@@ -43,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Verdict", "check"]
 
 _DEVICES, _MOST_DEVICES = 4, 16
-_TOKENS = 5040
-"""Of a sample that nobody counts: every degree up to ten divides it, and 16 does."""
 _Stages = list[list[str]]
 """For each stage, the strategies of its layers."""
 
@@ -149,14 +137,14 @@ class _Job:
         if self.plan is not None:
             check_model(self.plan, layered)
             return [self._verdict(self.name, self.plan, peers)]
-        facts = _facts(self.name, self.config, layered, _training(self.config, self.as_named))
+        facts = facts_of(layered, _training(self.config, self.as_named), self.name)
         layers, split = facts.spec().layers, [bool(layer.rules) for layer in layered.layers]
         verdicts = []
         for name, stages in _examples(self.devices, layers, split):
             if isinstance(stages, str):
                 verdicts.append(Verdict(name=name, equal=None, reason=stages))
             else:
-                plan = _unpriced(facts, stages)
+                plan = unpriced(facts, stages)
                 check_model(plan, layered)
                 verdicts.append(self._verdict(name, plan, peers))
         return verdicts
@@ -194,38 +182,6 @@ def _training(config: str, as_named: bool) -> Training:
 
     stock: Any = stock_class(read_config(json.loads(config)), as_named=as_named)
     return Training(dropout=False, attention=Attention.FUSED if stock._supports_sdpa else Attention.EAGER)
-
-
-def _facts(name: str, config: str, layered: LayeredModel, training: Training) -> ModelFacts:
-    """What a plan says of the model, as far as running it takes: sizes of activations and work are left out."""
-    from galvatron.families.generic.adapter import Generic
-
-    content = json.loads(config)
-    if isinstance(layered, Generic):
-        kinds = tuple(
-            LayerSpec(
-                name=kind,
-                parameters=sum(own.numel() for own in layer.parameters()),
-                forward_flops=0,
-                split_activation_bytes=0,
-                boundary_bytes=0,
-                tensor_parallel=layered.tensor_parallel(layer, tokens=_TOKENS),
-            )
-            for kind, layer in {layer.kind: layer for layer in reversed(layered.layers)}.items()
-        )
-    else:
-        kinds = model_of_config(content, Path("config.json"), name, training).kinds
-    runs = groupby(layer.kind for layer in layered.layers)
-    return ModelFacts(
-        name=name,
-        family="generic" if isinstance(layered, Generic) else content["model_type"],
-        digest="",
-        parameters=sum(own.numel() for own in layered.model.parameters()),
-        training=training,
-        kinds=kinds,
-        order=tuple(LayerRun(layer=kind, count=len(list(run))) for kind, run in runs),
-        config=None,
-    )
 
 
 def _examples(devices: int, layers: Sequence[LayerSpec], split: Sequence[bool]) -> Iterator[tuple[str, _Stages | str]]:
@@ -283,61 +239,3 @@ def _with_tensor_parallelism(
         yield "TP, sequence parallel", "what its split parts leave whole cannot be divided along the sequence"
     sharded = f"sdp{outer}tp{degree}+rc" if outer else f"tp{degree}+rc"
     yield "DP, SDP and TP mixed", [stage(tensor, f"sdp{devices}", sharded, f"dp{devices}")]
-
-
-def _unpriced(facts: ModelFacts, stages: Sequence[Sequence[str]]) -> Plan:
-    """A plan that says what to run, and of costs nothing."""
-    cluster = load_cluster("cpu-4")
-    kinds = [run.layer for run in facts.order for _ in range(run.count)]
-    devices = _devices_of(stages)
-    each, first, written = devices // len(stages), 0, []
-    for number, strategies in enumerate(stages):
-        written.append(
-            PlannedStage(
-                devices=tuple(range(number * each, (number + 1) * each)),
-                layers=tuple(
-                    PlannedLayer(index=first + place, layer=kinds[first + place], strategy=strategy)
-                    for place, strategy in enumerate(strategies)
-                ),
-                time_s=0.0,
-                time=TimeUse(
-                    compute_s=0.0, tp_s=0.0, sdp_s=0.0, layout_s=0.0, transfer_s=0.0, sync_s=0.0, optimizer_s=0.0
-                ),
-                in_flight=1,
-                memory_bytes=0,
-                memory=MemoryUse(states=0, activations=0, transient=0, reserved=0),
-            )
-        )
-        first += len(strategies)
-    micro_batches = 2 * len(stages)
-    return Plan(
-        version=FORMAT_VERSION,
-        model=facts,
-        cluster=ClusterFacts(digest=cluster.digest, devices=devices, facts=cluster),
-        profile=None,
-        space=SpaceFacts(
-            name="full",
-            recompute=True,
-            sequence_parallel=True,
-            zero2=True,
-            hybrid_sharding=True,
-            accumulation=True,
-            cuts="exact",
-            conventions="galvatron",
-            batches=(),
-            max_micro_batches=None,
-        ),
-        memory_budget_bytes=cluster.device.memory_bytes,
-        schedule=ONE_F_ONE_B.name,
-        batch=devices * micro_batches,
-        micro_batches=micro_batches,
-        throughput=0.0,
-        iteration_s=0.0,
-        bubble_s=0.0,
-        stages=tuple(written),
-        certificate=None,
-    )
-
-
-def _devices_of(stages: Sequence[Sequence[str]]) -> int:
-    return len(stages) * Strategy.parse(stages[0][0]).devices

@@ -34,6 +34,7 @@ LossFunction = Callable[[Any, Batch], Tensor]
 
 _LENGTH = 512
 """Tokens of a sample if neither user nor configuration says."""
+_PIXELS = 224
 _TRIAL = (2, 8)
 """Samples and tokens of the trial run."""
 
@@ -270,7 +271,7 @@ class Generic(LayeredModel):
         if self.takes_tokens:
             return self._text(config.get_text_config(), rows, sequence_length, generator)
         if getattr(self.model, "main_input_name", None) == "pixel_values":
-            size = (rows, config.num_channels, *sides(config.image_size))
+            size = (rows, *_image(config))
             labels = torch.randint(config.num_labels, (rows,), generator=generator, device=generator.device)
             return {"pixel_values": torch.randn(size, generator=generator, device=generator.device), "labels": labels}
         raise InvalidInput(
@@ -303,6 +304,13 @@ def shortened(batch: Batch, tokens: int) -> dict[str, Tensor]:
     """A batch of tokens with at most so many a sample: what is found out by a trial depends on no more."""
     shape = batch["input_ids"].shape[:2] if "input_ids" in batch else None
     return {name: own[:, :tokens] if own.shape[:2] == shape else own for name, own in batch.items()}
+
+
+def _image(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of an image; models that take any size are tried with a usual one."""
+    vision = getattr(config, "vision_config", config)
+    height, width = sides(getattr(vision, "image_size", _PIXELS))
+    return getattr(vision, "num_channels", 3), height, width
 
 
 def logits_of(output: Any) -> Tensor:

@@ -74,8 +74,9 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
             return _examine(model, name, blocks, inputs, dtype, taken)
         except _Unfit as reason:
             reasons.append(f"{name} ({reason})")
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reasons.append(f"{name} (the trial run failed: {str(error).partition(chr(10))[0]})")
+        except Exception as error:  # of whatever kind: it comes from the stock model's own forward
+            said = str(error).strip().partition(chr(10))[0]
+            reasons.append(f"{name} (the trial run failed with {type(error).__name__}: {said})")
     kind = type(model).__name__
     if not reasons:
         raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
@@ -109,6 +110,8 @@ def _examine(
         nonlocal extra
         if not returned:
             made = _result_of_block(stubbed, call, blocks)
+            if not isinstance(made, Tensor | tuple | list):
+                raise _Unfit(f"its modules return a {type(made).__name__} instead of a hidden state")
             sample.append(made if isinstance(made, Tensor) else made[0])
             if not isinstance(made, Tensor):
                 extra = tuple(None if isinstance(own, Tensor) else own for own in made[1:])

@@ -25,22 +25,28 @@ __all__ = ["SplitRowsOf", "attach_tied", "resplit"]
 
 
 def attach_tied(
-    user: nn.Module, name: str, owner: Callable[[], Tensor], prepare: Callable[[], None] | None = None
+    user: nn.Module,
+    name: str,
+    owner: Callable[[], Tensor],
+    like: Tensor,
+    prepare: Callable[[], None] | None = None,
 ) -> None:
     """Give ``user`` the tensor of ``owner()`` as its attribute ``name`` whenever it runs.
 
-    ``prepare`` is called before each forward and before its backward (it gathers a sharded owner).
+    At other times there are NaNs of the dtype and on the device of ``like``: models ask a weight for these before they
+    call its module. ``prepare`` is called before each forward and before its backward (it gathers a sharded owner).
     """
-    del user._parameters[name]
-    setattr(user, name, None)
+    shape = user._parameters.pop(name).shape  # type: ignore[union-attr]  # it has one: it is tied
+    stand_in = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+    object.__setattr__(user, name, stand_in)  # no parameter of this module's, not even while it runs
 
     def attach(module: nn.Module, args: Any) -> None:
         if prepare is not None:
             prepare()
-        setattr(module, name, owner())
+        object.__setattr__(module, name, owner())
 
     def detach(module: nn.Module, args: Any, output: Tensor) -> None:
-        setattr(module, name, None)
+        object.__setattr__(module, name, stand_in)
         if prepare is not None and output.requires_grad:
             output.register_hook(lambda gradient: prepare())
 
