@@ -191,7 +191,9 @@ class _Assembler:
             whole = self.owners[number].shard.shape[rule.dim]
             mine = part_of(whole, part.tensor.index, part.tensor.degree)
             dim = rule.dim
-            attach_tied(part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like)
+            attach_tied(
+                part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like
+            )
         else:
             attach_tied(part.layer.get_submodule(path), name, owner, self._like)
 
