@@ -108,7 +108,7 @@ def _preload() -> None:
 
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _start(name: str, limit_s: float) -> _Running:

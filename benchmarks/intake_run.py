@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 
 import galvatron
 from galvatron.core.errors import GalvatronError
@@ -330,7 +331,7 @@ def _rank(rank: int, store: Path, pipe: Connection, work: Callable[[], Outcome])
     outcomes: list[Outcome] = []
 
     def joined() -> None:
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), _RANKS), rank=rank, world_size=_RANKS)
+        dist.init_process_group("gloo", store=FileStore(str(store), _RANKS), rank=rank, world_size=_RANKS)
         outcomes.append(work())
 
     outcome = _tried(joined)
