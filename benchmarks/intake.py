@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ class _Running:
     """The pipe's end to read from."""
     end: float
     said: bytes = b""
+
+    def listen(self) -> None:
+        """Take what it has said so far."""
+        with suppress(BlockingIOError):
+            while part := os.read(self.answer, 1 << 16):
+                self.said += part
 
 
 def main() -> None:
@@ -89,19 +96,19 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _preload() -> None:
     """Import what every architecture needs, and start no thread."""
-    import galvatron.measure.describe
     import torch
     import torch._dynamo
     import transformers.modeling_utils
     from torch.distributed import fsdp  # noqa: F401
 
+    import galvatron.measure.describe
     import galvatron.planner.plan.advice
     import galvatron.runtime.parallelize  # noqa: F401
     import intake_run  # noqa: F401
 
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _start(name: str, limit_s: float) -> _Running:
@@ -135,27 +142,16 @@ def _child(name: str, answer: int) -> None:
 
 def _result(one: _Running) -> dict[str, Any] | None:
     """What it said, once it has ended or its time is up; None: not yet."""
-    try:
-        while part := os.read(one.answer, 1 << 16):
-            one.said += part
-    except BlockingIOError:
-        pass
+    one.listen()
     ended, status = os.waitpid(one.process, os.WNOHANG)
     late = time.monotonic() > one.end
     if not ended and not late:
         return None
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(one.process, signal.SIGKILL)  # its ranks too
-    except ProcessLookupError:
-        pass
     if not ended:
         os.waitpid(one.process, 0)
-    else:
-        try:
-            while part := os.read(one.answer, 1 << 16):
-                one.said += part
-        except BlockingIOError:
-            pass
+    one.listen()
     os.close(one.answer)
     try:
         row: dict[str, Any] = json.loads(one.said)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 
 import galvatron
 from galvatron.core.errors import GalvatronError
@@ -87,7 +88,7 @@ def _columns(architecture: Architecture, notes: dict[str, Any]) -> dict[str, Out
         stock = architecture.stock
         notes["model_type"] = stock.config_class.model_type
         model, training = architecture.model()
-        notes["tp_plan"] = bool(getattr(model, "tp_plan", None))
+        notes["tp_plan"] = any("*" in name for name in getattr(model, "tp_plan", None) or ())  # of blocks
         notes["ep_plan"] = bool(getattr(model, "ep_plan", None))
         layered = layered_model(without_weights(model))
         notes["layers"] = [layer.kind for layer in layered.layers]
@@ -166,7 +167,7 @@ class _Case:
         blocks = self.layered.layers[1:-1]
         if not any(layer.rules for layer in blocks):
             why = self.layered.tensor_rules.refused if isinstance(self.layered, Generic) else ""
-            has_plan = bool(getattr(self.model, "tp_plan", None))
+            has_plan = any("*" in name for name in getattr(self.model, "tp_plan", None) or ())
             raise _Refused(why or ("its TP plan splits no block" if has_plan else "it has no TP plan"))
         kinds = {kind.name: kind for kind in facts_of(self.layered, self.training, "").kinds}
         able = [bool(layer.rules) and kinds[layer.kind].allows_tensor_parallel(_RANKS) for layer in self.layered.layers]
@@ -330,7 +331,7 @@ def _rank(rank: int, store: Path, pipe: Connection, work: Callable[[], Outcome])
     outcomes: list[Outcome] = []
 
     def joined() -> None:
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), _RANKS), rank=rank, world_size=_RANKS)
+        dist.init_process_group("gloo", store=FileStore(str(store), _RANKS), rank=rank, world_size=_RANKS)
         outcomes.append(work())
 
     outcome = _tried(joined)

@@ -76,11 +76,27 @@ def test_other_families_by_their_architecture() -> None:
         build_meta({**content, "architectures": ["MistralForNothing"]}, Training())
 
 
-def test_attention_that_a_model_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_a_model_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def attention() -> str:
+        model: Any = build_meta(CONFIGS["bert"](), Training())
+        return str(model.config._attn_implementation)
+
+    assert attention() == "sdpa"
+    assert not caplog.records
     monkeypatch.setattr(transformers.BertForMaskedLM, "_supports_sdpa", False)
-    with pytest.raises(InvalidInput, match="BertForMaskedLM: has no fused attention"):
-        build_meta(CONFIGS["bert"](), Training())
-    assert build_meta(CONFIGS["bert"](), Training(attention=Attention.EAGER))
+    assert attention() == "eager"
+    assert "BertForMaskedLM has no fused attention" in caplog.text
+
+
+def test_a_configuration_that_builds_no_model() -> None:
+    """Whatever transformers raises (a None that is multiplied, a missing key), the user reads which model and what."""
+    config = transformers.AutoConfig.for_model("dots1")  # its default number of experts is None
+    config.architectures = ["Dots1ForCausalLM"]
+    with pytest.raises(InvalidInput, match=r"Dots1ForCausalLM: transformers .* cannot build it .*\(TypeError: "):
+        build_meta(config, Training())
 
 
 @pytest.mark.parametrize(("content", "message"), [({}, "no field model_type"), ({"model_type": "brt"}, "'brt'")])

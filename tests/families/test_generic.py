@@ -298,7 +298,7 @@ def test_blocks_of_different_widths_are_refused() -> None:
                 pixels = stage(pixels)
             return functional.linear(pixels, torch.ones(3, 8))
 
-    with pytest.raises(InvalidInput, match="the trial run failed: mat1 and mat2 shapes cannot be multiplied"):
+    with pytest.raises(InvalidInput, match="the trial run failed with RuntimeError: mat1 and mat2"):
         layered_model(Stages(), {"pixels": torch.zeros(2, 2), "labels": torch.zeros(2, dtype=torch.long)})
 
 
@@ -358,3 +358,66 @@ def test_plain_layers_start_as_torch_does() -> None:
     assert bound / 2 < found.abs().max() <= bound
     with pytest.raises(InvalidInput, match="no rule to initialise positions"):
         initial.tensors(0)
+
+
+def test_blocks_that_return_something_else_are_refused() -> None:
+    model = _make("SqueezeBertForMaskedLM", AutoConfig.for_model("squeezebert", **_SIZES, embedding_size=16))
+    with pytest.raises(InvalidInput, match="its modules return a dict instead of a hidden state"):
+        layered_model(model)
+
+
+def test_images_of_models_that_say_no_size() -> None:
+    """The size of images is in another place, or nowhere."""
+    config = AutoConfig.for_model("siglip")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    config.vision_config = type(config.vision_config)(**sizes, image_size=32, patch_size=8)
+    batch = layered_model(_make("SiglipForImageClassification", config)).example(1, None, torch.Generator())
+    assert batch["pixel_values"].shape == (1, 3, 32, 32)
+    config = AutoConfig.for_model("poolformer", hidden_sizes=[8, 8], depths=[1, 1], num_encoder_blocks=2)
+    with pytest.raises(InvalidInput, match="PoolFormerForImageClassification: cannot be cut into layers"):
+        layered_model(_make("PoolFormerForImageClassification", config))
+
+
+def test_statistics_of_batches_are_refused() -> None:
+    """Under any strategy a rank would see other rows together than one process does."""
+    config = AutoConfig.for_model("resnet", hidden_sizes=[8, 8], depths=[1, 1], embedding_size=8)
+    with pytest.raises(InvalidInput, match=r"ResNetForImageClassification: .*normalization is a BatchNorm2d"):
+        layered_model(_make("ResNetForImageClassification", config))
+
+
+def test_blocks_that_change_the_shape_are_refused() -> None:
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList([nn.MaxPool1d(2)])
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            for stage in self.stages:
+                pixels = stage(pixels)
+            return pixels
+
+    with pytest.raises(InvalidInput, match=r"change the shape of the hidden state, from \[2, 8\] to \[2, 4\]"):
+        layered_model(Halving(), {"pixels": torch.zeros(2, 8), "labels": torch.zeros(2, dtype=torch.long)})
+
+
+class _TwoSenses(_Plain):
+    """Reads tokens, and images where there are some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(3, 16)
+
+    def forward(self, tokens: Tensor, pixels: Tensor | None = None) -> Tensor:
+        seen: Tensor = super().forward(tokens)
+        return seen if pixels is None else seen + self.tower(pixels).sum()
+
+
+def test_what_a_batch_does_not_use_is_kept_but_not_trained() -> None:
+    """In one process it has no gradient, so that no optimizer decays it; and it must be in checkpoints."""
+    model, batch = _TwoSenses(), _plain_batch()
+    layered = layered_model(model, batch)
+    held = {layer.stock_name(name): own for layer in layered.layers for name, own in layer.named_parameters()}
+    assert held.keys() == dict(model.named_parameters()).keys()
+    assert [name for name, own in held.items() if not own.requires_grad] == ["tower.weight", "tower.bias"]
+    with pytest.raises(InvalidInput, match="the batch has pixels, for which tower may be needed"):
+        layered.context({**batch, "pixels": torch.zeros(4, 3)}, torch.float32)

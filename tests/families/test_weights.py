@@ -254,3 +254,38 @@ def test_a_saved_model_can_be_read_back_by_transformers(tmp_path: Path) -> None:
     layered = _layered("vit")
     found = _whole(layered, SavedWeights(layered, tmp_path))
     torch.testing.assert_close(found, {key: own.detach() for key, own in loaded.named_parameters()}, rtol=0, atol=0)
+
+
+def _mixtral(layers: int, experts: int) -> tuple[Any, Any]:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2, "vocab_size": 20}
+    config = transformers.MixtralConfig(
+        **sizes, num_hidden_layers=layers, num_key_value_heads=1, num_local_experts=experts
+    )
+    config.architectures = ["MixtralForCausalLM"]
+    torch.manual_seed(0)
+    stock: Any = transformers.MixtralForCausalLM
+    return config, stock(config)
+
+
+@pytest.mark.parametrize("shards", [None, "4KB"])
+def test_experts_that_are_saved_one_by_one(shards: str | None, tmp_path: Path) -> None:
+    """The stock model computes with one tensor for all experts; checkpoints have one for each. There are eleven, so
+    that the order of their numbers is not that of their names."""
+    config, model = _mixtral(layers=2, experts=11)
+    noise(model)
+    model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
+    names = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
+    assert sum(".experts.10." in name for name in names) == 2 * 3
+    layered = layered_model(build_meta(config, Training()))
+    found = _whole(layered, SavedWeights(layered, tmp_path))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(own, found[name]) for name, own in model.named_parameters())
+
+
+def test_an_expert_that_is_missing(tmp_path: Path) -> None:
+    config, model = _mixtral(layers=1, experts=3)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name: own for name, own in load_file(path).items() if ".experts.2." not in name}, path)
+    with pytest.raises(InvalidInput, match=r"experts.* has shape \[2, 12, 8\]; expected \[3, 12, 8\]"):
+        SavedWeights(layered_model(build_meta(config, Training())), tmp_path)

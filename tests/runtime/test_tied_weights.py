@@ -5,10 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 from longer import longer
 from oracle import Case, single_process
 from parity import check
 from small_models import config
+from torch import nn
+
+from galvatron.runtime.tied.in_stage import attach_tied
 
 _TIED = {
     "bert": config("bert", num_hidden_layers=1),
@@ -92,3 +96,16 @@ def test_across_stages_with_one_between() -> None:
 def test_three_users(stages: list[list[str]]) -> None:
     """T5 reads its words in both embeddings and in the head, and each stack shares a table of position biases."""
     check(Case(config=config("t5"), stages=stages, micro_batches=4, clip=0.5, padding=True, steps=2))
+
+
+def test_a_tied_weight_can_be_asked_for_its_type_before_its_module_runs() -> None:
+    """Mamba's head does ``hidden.to(self.lm_head.weight.dtype)``. Its values are NaN meanwhile, so that no use of them
+    goes unnoticed."""
+    user, owner = nn.Linear(2, 3, bias=False, device="meta"), nn.Parameter(torch.ones(3, 2))
+    attach_tied(user, "weight", lambda: owner, torch.empty(0, dtype=torch.bfloat16))
+    for _ in range(2):
+        assert user.weight.dtype == torch.bfloat16
+        assert user.weight.shape == (3, 2)
+        assert user.weight.isnan().all()
+        assert user(torch.ones(1, 2)).tolist() == [[2.0, 2.0, 2.0]]
+        assert not list(user.parameters())

@@ -2,12 +2,16 @@
 
 Only headers are read at first, to check that every parameter is there in its shape; then each layer's tensors when they
 are asked for. Names are translated as ``from_pretrained`` does: older names of a family, a base model without its head.
+What is saved in another form (each expert by itself) is put together by transformers' own conversion.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -35,36 +40,85 @@ _SHOWN = 5
 """Names listed in an error before "and … more"."""
 
 
+@dataclass(slots=True)
+class _Conversion:
+    """Saved tensors of which transformers makes parameters of the model."""
+
+    converter: WeightConverter
+    first: str
+    """The parameter that the first of them belongs to."""
+    parts: list[tuple[str, Path, str]] = field(default_factory=list)
+    """Pattern of the converter, file and name in it, in the order of their numbers."""
+
+    def convert(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
+        """The parameters, from all parts."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, _, saved), tensor in zip(self.parts, tensors, strict=True):
+            converter.add_tensor(self.first, saved, pattern, tensor)  # type: ignore[arg-type]  # takes tensors as well
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {name: own[0] if isinstance(own, list) else own for name, own in made.items()}
+
+
 class SavedWeights:
     """Weights of a cut model from a checkpoint folder."""
 
     def __init__(self, layered: LayeredModel, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._layers = parameters_of(layered)
+        self._model: Any = layered.model
         self._places: dict[str, tuple[Path, str]] = {}
         """File and name in it, by stock name."""
+        self._conversions: dict[str, _Conversion] = {}
+        """By stock name; several parameters may come from one."""
         shapes: dict[str, tuple[int, ...]] = {}
+        saved = {name: (path, shape) for path in _files(self._folder) for name, shape in _header(path).items()}
         rename = _renaming(layered.model)
-        for path in _files(self._folder):
-            for saved, shape in _header(path).items():
-                name = rename(saved)
-                self._places[name] = path, saved
-                shapes[name] = shape
+        for old in sorted(saved, key=dot_natural_key):
+            (path, shape), (name, pattern, converter) = saved[old], rename(old)
+            if converter is None:
+                self._places[name], shapes[name] = (path, old), shape
+            else:
+                conversion = self._conversions.setdefault(name, _Conversion(converter, name))
+                conversion.parts.append((pattern, path, old))
+        for conversion in list(self._conversions.values()):
+            empty = (torch.empty(saved[old][1], device="meta") for _, _, old in conversion.parts)
+            for name, made in self._converted(conversion, empty).items():
+                shapes[name] = tuple(made.shape)
+                self._conversions[name] = conversion
         self._check(layered, shapes)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         by_file: dict[Path, list[tuple[str, str]]] = {}
-        for own in self._layers[index]:
-            path, saved = self._places[self._alias(own)]
-            by_file.setdefault(path, []).append((own.name, saved))
         tensors: dict[str, Tensor] = {}
+        made: dict[str, Tensor] = {}
+        for own in self._layers[index]:
+            name = self._alias(own)
+            if name in self._places:
+                path, saved = self._places[name]
+                by_file.setdefault(path, []).append((own.name, saved))
+                continue
+            if name not in made:
+                conversion = self._conversions[name]
+                made |= self._converted(conversion, _read((path, saved) for _, path, saved in conversion.parts))
+            tensors[own.name] = made[name].to(torch.float32)
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(saved).to(torch.float32) for name, saved in names}
         return tensors
 
+    def _converted(self, conversion: _Conversion, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        try:
+            return conversion.convert(tensors, self._model)
+        except Exception as error:  # of whatever kind: it is transformers' own code
+            raise InvalidInput(
+                f"{self._folder}: {conversion.first} cannot be made of {conversion.parts[0][2]} and what belongs to it "
+                f"({str(error).strip().partition(chr(10))[0]}); load the model with from_pretrained and hand it over "
+                "in memory"
+            ) from error
+
     def _alias(self, parameter: Parameter) -> str:
-        return next((alias for alias in parameter.aliases if alias in self._places), parameter.aliases[0])
+        known = self._places.keys() | self._conversions.keys()
+        return next((alias for alias in parameter.aliases if alias in known), parameter.aliases[0])
 
     def _check(self, layered: LayeredModel, shapes: dict[str, tuple[int, ...]]) -> None:
         kind = type(layered.model).__name__
@@ -120,26 +174,36 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         raise InvalidInput(f"{path}: cannot be read as safetensors ({error}); copy the file anew") from None
 
 
-def _renaming(model: nn.Module) -> Any:
-    """From a name in a checkpoint to the stock model's, as ``from_pretrained`` does it."""
+def _read(places: Iterable[tuple[Path, str]]) -> Iterator[Tensor]:
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for path, saved in places:
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+            yield opened[path].get_tensor(saved)
+
+
+_Renaming = Callable[[str], tuple[str, str, WeightConverter | None]]
+
+
+def _renaming(model: nn.Module) -> _Renaming:
+    """From a name in a checkpoint to the stock model's, as ``from_pretrained`` does it; where the tensor has to be
+    converted, with the pattern that it fits and the converter."""
     if not isinstance(model, PreTrainedModel):
-        return lambda saved: saved
+        return lambda saved: (saved, "", None)
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     merging = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     names = dict.fromkeys((name for name, _ in model.named_parameters(remove_duplicate=False)), True)
     prefix = model.base_model_prefix
 
-    def rename(saved: str) -> str:
-        name, converter = rename_source_key(saved, renamings, merging, prefix, names)
+    converters = {pattern: entry for entry in merging for pattern in entry.source_patterns}
+
+    def rename(saved: str) -> tuple[str, str, WeightConverter | None]:
+        name, pattern = rename_source_key(saved, renamings, merging, prefix, names)
         if name not in names:  # the name of today, which an old rule happens to match
-            name, converter = rename_source_key(saved, [], [], prefix, names)
-        if converter is not None:
-            raise InvalidInput(
-                f"{saved} is saved in another form than {type(model).__name__} computes with; load the model with "
-                "from_pretrained and hand it over in memory"
-            )
-        return str(name)
+            name, pattern = rename_source_key(saved, [], [], prefix, names)
+        return (name, "", None) if pattern is None else (name, pattern, converters[pattern])
 
     return rename
 

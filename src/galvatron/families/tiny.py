@@ -135,7 +135,7 @@ def _shrink(config: Any, degree: int) -> None:
 
 
 def _small(name: str, value: Any, sizes: _Sizes) -> Any:
-    """A number by the first rule for its name; a list of numbers, one a block or a stage, in the ratio that they have."""
+    """A number by the first rule for its name; a list (of blocks or stages) in the ratio of its numbers."""
     if isinstance(value, list | tuple) and value and all(type(own) is int and own > 0 for own in value):
         if re.fullmatch(r"num_(attention_)?heads|hidden_sizes|embed_dims?|intermediate_size", name):
             unit = sizes.heads if "heads" in name else sizes.width

@@ -175,6 +175,8 @@ class Generic(LayeredModel):
             trial = shortened(trial, _TRIAL[1])
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self.anatomy = find_blocks(model, trial)
+        for _, idle in self.anatomy.modules(self.anatomy.idle).values():
+            idle.requires_grad_(False)  # in one process it has no gradient, so that no optimizer touches it
         self._shifted = _shifts(model, self.anatomy, trial, loss)
         self._stubbed = StubbedModel(model, self.anatomy.blocks, self.anatomy.units)
         blocks = list(model.get_submodule(self.anatomy.blocks).children())
@@ -234,6 +236,12 @@ class Generic(LayeredModel):
         inputs = self.anatomy.pick(batch)
         if not inputs:
             return _Context(batch, dtype, ())
+        new = [name for name, own in inputs.items() if name not in self._dtypes and own.is_floating_point()]
+        if new and self.anatomy.idle:
+            raise InvalidInput(
+                f"{type(self.model).__name__}: the batch has {new[0]}, for which {self.anatomy.idle[0]} may be needed, "
+                "which is left out because the example had none; give an example batch that has it"
+            )
         calls: list[Call] = []
         last = self.anatomy.count - 1
 

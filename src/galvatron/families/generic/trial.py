@@ -32,8 +32,10 @@ class Anatomy:
     """What a block returns after the hidden state; None: it returns that alone."""
     units: tuple[Unit, ...]
     before: tuple[str, ...]
-    """Names of the units that run before the blocks."""
+    """Names of the units that run before the blocks, and of the idle ones."""
     after: tuple[str, ...]
+    idle: tuple[str, ...]
+    """Units that such batches do not use (the vision tower of a model that reads text); they must be in checkpoints."""
     inputs: frozenset[str]
     """What the model's forward takes, apart from labels."""
 
@@ -65,6 +67,7 @@ class _Unfit(Exception):
 
 def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
     """The longest list of modules that runs as a chain."""
+    _refuse_batch_norm(model)
     taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
     inputs = {key: own for key, own in batch.items() if key in taken}
@@ -81,6 +84,16 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
     if not reasons:
         raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
     raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """Its statistics are those of the rows that come together: a micro-batch's on one rank, not the batch's."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise InvalidInput(
+                f"{type(model).__name__}: {name} is a {type(module).__name__}, whose statistics would be those of one "
+                "rank's part of a micro-batch instead of the batch's; such a model cannot be divided and stay the same"
+            )
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -110,9 +123,7 @@ def _examine(
         nonlocal extra
         if not returned:
             made = _result_of_block(stubbed, call, blocks)
-            if not isinstance(made, Tensor | tuple | list):
-                raise _Unfit(f"its modules return a {type(made).__name__} instead of a hidden state")
-            sample.append(made if isinstance(made, Tensor) else made[0])
+            sample.append(_hidden_of(made))
             if not isinstance(made, Tensor):
                 extra = tuple(None if isinstance(own, Tensor) else own for own in made[1:])
         returned.append(torch.zeros(sample[0].shape, dtype=sample[0].dtype))
@@ -126,15 +137,41 @@ def _examine(
     if [call.block for call in calls] != list(range(len(blocks))):
         raise _Unfit("its modules do not run once each in order")
     hidden_argument = _hidden_argument(calls, returned)
+    _check_shape(calls[0], hidden_argument, sample[0])
     if stubbed.log.outside:
         raise _Unfit(f"a weight of {stubbed.log.outside[0]} is used outside of it")
     before, after = _phases(stubbed, len(blocks))
+    idle = {unit.name for unit in units} - before - after
     anatomy = Anatomy(
-        name, len(blocks), hidden_argument, extra, units, _in_order(units, before), _in_order(units, after), taken
+        blocks=name,
+        count=len(blocks),
+        hidden_argument=hidden_argument,
+        extra=extra,
+        units=units,
+        before=_in_order(units, before | idle),
+        after=_in_order(units, after),
+        idle=_in_order(units, idle),
+        inputs=taken,
     )
     _check_arguments(anatomy, StubbedModel(model, name, units), inputs, dtype)
     _check_after(anatomy, StubbedModel(model, name, units), inputs, dtype)
     return anatomy
+
+
+def _hidden_of(made: Any) -> Tensor:
+    """The hidden state in what a block returned."""
+    found = made[0] if isinstance(made, tuple | list) and made else made
+    if not isinstance(found, Tensor):
+        raise _Unfit(f"its modules return a {type(made).__name__} instead of a hidden state")
+    return found
+
+
+def _check_shape(call: Call, hidden_argument: int | str, made: Tensor) -> None:
+    """All blocks pass on what has one shape: it is what travels between stages."""
+    given = call.kwargs[hidden_argument] if isinstance(hidden_argument, str) else call.args[hidden_argument]
+    if given.shape != made.shape:
+        before, after = list(given.shape), list(made.shape)
+        raise _Unfit(f"its modules change the shape of the hidden state, from {before} to {after}")
 
 
 def _result_of_block(stubbed: StubbedModel, call: Call, blocks: nn.ModuleList) -> Any:

@@ -1,0 +1,45 @@
+"""Tiny configurations build models that run, of architectures whose sizes depend on each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from galvatron.core.spec import Attention, Training
+from galvatron.families.tiny import TINY_TOKENS, tiny_config
+from galvatron.runtime.trial import random_model
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("mamba2", "Mamba2ForCausalLM", {}),  # heads of a state space, in groups
+        ("bamba", "BambaForCausalLM", {}),
+        ("codegen", "CodeGenForCausalLM", {}),  # four heads at least
+        ("qwen3_next", "Qwen3NextForCausalLM", {}),  # heads of linear attention
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {}),  # heads of two parts
+        ("luke", "LukeForMaskedLM", {}),  # a second vocabulary
+    ],
+)
+def test_it_runs(kind: str, name: str, options: dict[str, Any]) -> None:
+    config: Any = AutoConfig.for_model(kind, num_hidden_layers=1, architectures=[name], **options)
+    small = tiny_config(config, degree=2)
+    model = random_model(getattr(transformers, name), small, Training(attention=Attention.EAGER))
+    assert sum(own.numel() for own in model.parameters()) < 200_000
+    ids = torch.arange(8).view(1, 8) % TINY_TOKENS
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+
+
+def test_widths_of_stages_keep_their_ratio() -> None:
+    small: Any = tiny_config(AutoConfig.for_model("swin"), degree=2)
+    assert small.num_heads == (4, 8, 16, 32)
+    assert small.embed_dim == 4 * 8
+
+
+def test_heads_can_be_divided() -> None:
+    small: Any = tiny_config(AutoConfig.for_model("qwen2", num_attention_heads=14, num_key_value_heads=2), degree=4)
+    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
