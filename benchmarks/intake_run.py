@@ -7,6 +7,7 @@ import copy
 import math
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -115,10 +116,44 @@ def _columns(architecture: Architecture, notes: dict[str, Any]) -> dict[str, Out
     return columns
 
 
+class _SaidApart(Exception):
+    """What another process said instead of an answer."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome
+
+
+def _apart(work: Callable[[], Any]) -> Any:
+    """The work in a process of its own: one that has run a backward pass cannot fork ranks that run others."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def run() -> None:
+        made: list[Any] = []
+        outcome = _tried(lambda: made.append(work()))
+        there.send_bytes(pickle.dumps((outcome, made)))
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    there.close()
+    try:
+        outcome, made = pickle.loads(here.recv_bytes())
+    except EOFError:
+        outcome, made = Outcome(FAILED, "its process died"), []
+    finally:
+        process.join()
+    if outcome.outcome != EQUAL:
+        raise _SaidApart(outcome)
+    return made[0]
+
+
 def _tried(work: Callable[[], Any]) -> Outcome:
     """Whether it works, is refused, or fails."""
     try:
         work()
+    except _SaidApart as said:
+        return said.outcome
     except GalvatronError as error:
         return Outcome(REFUSED, _line(error))
     except Exception as error:
@@ -152,7 +187,7 @@ class _Case:
 
     def make_plan(self) -> None:
         """What the planner makes of the model."""
-        self.planned = planned(self.model, self.layered, self.batches[0], self.training)
+        self.planned = _apart(lambda: planned(self.model, self.layered, self.batches[0], self.training))
 
     def chosen(self) -> Plan:
         assert self.planned is not None
@@ -180,6 +215,10 @@ class _Case:
 
     def train_alone(self) -> None:
         """Three steps of the stock model with its own loss."""
+        self.reference = _apart(self._alone)
+
+    def _alone(self) -> _Reference:
+        reference = _Reference()
         model: Any = copy.deepcopy(self.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, eps=_EPSILON)
         for step, batch in enumerate(self.batches):
@@ -187,15 +226,16 @@ class _Case:
             if not math.isfinite(float(loss)):
                 raise _Refused(f"its loss is {float(loss)}")
             torch.autograd.backward(loss)
-            self.reference.losses.append(float(loss))
+            reference.losses.append(float(loss))
             if step == 0:
                 named = model.named_parameters(remove_duplicate=False)
-                self.reference.gradients = {
+                reference.gradients = {
                     name: torch.zeros_like(own) if own.grad is None else own.grad.clone() for name, own in named
                 }
             optimizer.step()
             optimizer.zero_grad()
-        self.reference.parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
+        reference.parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
+        return reference
 
     def column(self, plan: Callable[[], Plan]) -> Outcome:
         """Train under a plan on two ranks and compare."""
