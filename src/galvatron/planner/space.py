@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
+from galvatron.core.spec import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
 
 __all__ = [
     "EXTENDED",
@@ -75,7 +75,7 @@ def pipeline_degrees(devices: int) -> tuple[int, ...]:
     return divisors(devices)
 
 
-def tree(devices: int, kinds: Iterable[Kind] = tuple(Kind)) -> tuple[Strategy, ...]:
+def tree(devices: int, kinds: Iterable[Kind] = DENSE_KINDS) -> tuple[Strategy, ...]:
     """All paths of the decision tree for a stage of this many devices, without any flag."""
     if devices == 1:
         return (Strategy(),)
@@ -141,7 +141,7 @@ class Space:
             data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
             paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
         else:
-            paths = tree(devices, [kind for kind in Kind if kind in self.kinds])
+            paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
         if not self.switches.hybrid_sharding:
             paths = tuple(path for path in paths if not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(path)))
         return tuple(flagged for path in paths for flagged in self._flagged(path))

@@ -18,10 +18,11 @@ from galvatron.core.spec.strategy import (
     lines_up,
     prime_factors,
 )
-from galvatron.core.spec.switches import LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
+from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
 
 __all__ = [
     "ADAMW",
+    "DENSE_KINDS",
     "GPIPE",
     "GRADIENT_BYTES",
     "LAYER_SWITCHES",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypedDict
 
-__all__ = ["LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
+__all__ = ["DENSE_KINDS", "LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
 
 
 class Kind(StrEnum):
@@ -22,6 +22,13 @@ class Kind(StrEnum):
     """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
     TP = "tp"
     """Tensor parallelism (Megatron): weights and inner activations divided."""
+    EP = "ep"
+    """Expert parallelism: each expert is on some devices only, and tokens travel to their experts. Only the axes of a
+    layer's experts have it."""
+
+
+DENSE_KINDS: tuple[Kind, ...] = (Kind.DP, Kind.SDP, Kind.TP)
+"""The kinds that the axes of a whole layer can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
