@@ -33,7 +33,7 @@ def test_shards_are_put_back_where_they_were_taken(
     for index, number in product(range(degree), range(shards)):
         split = TensorSplit(dim=dim, index=index, degree=degree, parts=parts)
         height = len(split.positions(shape[0])) if dim == 0 else shape[0]
-        shard = ParameterShard(shape, split, part_of(height, number, shards))
+        shard = ParameterShard(shape, (split,), part_of(height, number, shards))
         part = shard.take(whole)
         count += part.numel()
         shard.put(part, again)

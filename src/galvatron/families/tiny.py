@@ -37,26 +37,28 @@ _POSITION = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len|m
 _WINDOW = re.compile(r"sliding_window|attention_window_size|attention_chunk_size|window_size|local_attention")
 
 
-def tiny_config(config: PreTrainedConfig, *, degree: int = 1) -> PreTrainedConfig:
-    """A narrow configuration of the same architecture, whose heads ``degree`` ranks of TP can divide.
+def tiny_config(config: PreTrainedConfig, *, degree: int = 1, experts: int = 1) -> PreTrainedConfig:
+    """A narrow configuration of the same architecture, whose heads ``degree`` ranks of TP can divide, and whose experts
+    so many ranks of EP.
 
     Raises nothing itself: what cannot be built narrow shows when the model is built.
     """
     tiny = copy.deepcopy(config)
-    _shrink(tiny, degree)
+    _shrink(tiny, degree, experts)
     return tiny
 
 
-def _shrink(config: Any, degree: int) -> None:
+def _shrink(config: Any, degree: int, experts: int) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     heads, kv_heads = _heads(fields, degree)
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, degree)
+            _shrink(value, degree, experts)
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int):
-            small = _smaller(name, value, heads, kv_heads, degree)
+            few = min(value, -(-max(4, degree) // experts) * experts)
+            small = few if _EXPERTS.fullmatch(name) else _smaller(name, value, heads, kv_heads, degree)
             if small != value:
                 _set(config, name, small)
     for name in ("rope_scaling", "rope_parameters"):
@@ -99,8 +101,6 @@ def _smaller(name: str, value: int, heads: int, kv_heads: int, degree: int) -> i
         small = width
     elif _RANK.fullmatch(name):
         small = min(value, 2 * _HEAD)
-    elif _EXPERTS.fullmatch(name):
-        small = min(value, max(4, degree))
     elif _CHOSEN.fullmatch(name):
         small = min(value, 2)
     elif name in ("n_group", "topk_group", "num_expert_group", "num_limited_groups"):

@@ -14,6 +14,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import LayeredModel
 from galvatron.planner.plan.plan import Plan
+from galvatron.runtime.experts.checks import check_experts
 
 __all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
 
@@ -60,7 +61,9 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
     for number, stage in enumerate(plan.stages):
         for place, layer in enumerate(stage.layers):
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
-            _check_degree(ours[layer.layer], field, Strategy.parse(layer.strategy))
+            strategy = Strategy.parse(layer.strategy)
+            _check_degree(ours[layer.layer], field, strategy)
+            check_experts(layered, layer.index, field, strategy)
 
 
 def _at(kinds: list[str], place: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Kind, Precision, Strategy, factor_by_factor
+from galvatron.core.spec import Kind, Precision, Strategy, degree_of, factor_by_factor
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
@@ -70,7 +70,8 @@ def _tiny_copy(model: Any, plan: Plan) -> nn.Module:
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
     degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
-    return _built(model, tiny_config(model.config, degree=degree), plan)
+    experts = math.lcm(*(degree_of(strategy.expert_factors(Kind.EP)) for strategy in _strategies(plan)))
+    return _built(model, tiny_config(model.config, degree=degree, experts=experts), plan)
 
 
 def _itself(model: Any, plan: Plan) -> nn.Module:
