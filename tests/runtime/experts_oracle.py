@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from mutants import under
 from oracle import Case, Record, batches, stock_model, trained
-from parity import Trained, cluster_of, difference, run
+from parity import Trained, difference, run
 from ranks import ranks
 from torch import Tensor, nn
 
 import galvatron
-from galvatron.core.spec import Attention, ModelSpec, Strategy, Training, schedule_named
-from galvatron.planner.plan.by_hand import priced
-from galvatron.planner.plan.planner import Request
+from galvatron.core.errors import Unequal
+from galvatron.core.spec import Attention, Training
+from galvatron.families.build import without_weights
+from galvatron.families.registry import layered_model
 from galvatron.runtime.model import ParallelModel
+from galvatron.train.check import _facts, _unpriced
 
-__all__ = ["MODELS", "ExpertCase", "built", "case", "compare", "expert_plan"]
+__all__ = ["MODELS", "ExpertCase", "built", "case", "compare", "expert_plan", "stock"]
 
 _SMALL = {
     "vocab_size": 67,
@@ -111,30 +113,13 @@ def stock(case: ExpertCase) -> nn.Module:
     return model
 
 
-@cache
-def _spec(family: str) -> ModelSpec:
-    given = case(family, dtype=torch.float32)
-    return galvatron.describe(stock(given), batches(given, 1)[0])
-
-
 def expert_plan(case: ExpertCase) -> galvatron.Plan:
-    """The case's plan: one that the planner can price, with the case's strategies in it."""
-    model = _spec(case.config["model_type"])
-    each = case.devices // len(case.stages)
-    request = Request(
-        model=model, cluster=cluster_of(case.devices), batch=case.batch, schedule=schedule_named(case.schedule)
-    )
-    plain = [[f"dp{each}" if each > 1 else "single"] * len(stage) for stage in case.stages]
-    plan = priced(request, plain, micro_batches=case.micro_batches)
-    stages = tuple(
-        replace(
-            stage,
-            layers=tuple(replace(layer, strategy=own) for layer, own in zip(stage.layers, strategies, strict=True)),
-        )
-        for stage, strategies in zip(plan.stages, case.stages, strict=True)
-    )
-    assert all(Strategy.parse(own).devices == each for stage in case.stages for own in stage)
-    return replace(plan, stages=stages)
+    """The case's plan, without prices."""
+    layered = layered_model(without_weights(stock(case)))
+    facts = _facts(case.config["model_type"], json.dumps(case.config), layered, case.training)
+    facts = replace(facts, config=case.config)
+    plan = _unpriced(facts, case.stages)
+    return replace(plan, batch=case.batch, micro_batches=case.micro_batches, schedule=case.schedule)
 
 
 # On a rank
@@ -144,11 +129,15 @@ def built(case: ExpertCase, plan: galvatron.Plan) -> ParallelModel:
     return galvatron.parallelize(stock(case), plan, dtype=case.dtype, device="cpu", check=False)
 
 
-def _train(case: ExpertCase, plan: galvatron.Plan, given: list[dict[str, Tensor]]) -> Trained:
+def _train(case: ExpertCase, plan: galvatron.Plan, given: list[dict[str, Tensor]]) -> tuple[Trained, str | None]:
+    """What a rank has, and which replicas differ."""
     model = built(case, plan)
     found = run(case, model, given)
-    model.compare_replicas()
-    return found
+    try:
+        model.compare_replicas()
+    except Unequal as error:
+        return found, str(error)
+    return found, None
 
 
 # In the parent
@@ -161,4 +150,4 @@ def compare(case: ExpertCase, mutant: str | None = None) -> str | None:
     if case.key not in _records:
         _records[case.key] = trained(case, stock(case))
     found = ranks(case.devices).run(under, mutant, _train, case, expert_plan(case), batches(case))
-    return difference(case, found, _records[case.key])
+    return difference(case, [own for own, _ in found], _records[case.key]) or found[0][1]

@@ -18,14 +18,17 @@ from galvatron.core.spec import Factors
 from galvatron.families.bert import adapter as bert
 from galvatron.runtime import assembly, batches, model
 from galvatron.runtime import whole as norm
-from galvatron.runtime.data_parallel import sharded, units
+from galvatron.runtime.data_parallel import making, sharded, units
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit
+from galvatron.runtime.experts import dispatch
+from galvatron.runtime.experts import exchange as exchanging
 from galvatron.runtime.layout import slice_gather as layout
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.transfer import StageEnd
 from galvatron.runtime.randomness import LayerRandomness
 from galvatron.runtime.tensor_parallel import operators, regions
+from galvatron.runtime.tensor_parallel import split as splitting
 from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding
 from galvatron.runtime.tied import in_stage as borrowing
 from galvatron.runtime.tied.across_stages import TieExchange
@@ -305,6 +308,89 @@ def _weights_split_anew_keep_one_ranks_gradient() -> _Patches:
     yield patch.object(borrowing._WholeRows, "backward", staticmethod(backward))
 
 
+# Experts
+
+
+@_mutant
+def _a_token_is_dropped_on_its_way_to_its_expert() -> _Patches:
+    exchange = exchanging.exchange
+
+    def dropped(rows: Tensor, *args: Any) -> Tensor:
+        kept = torch.ones(len(rows), 1, dtype=rows.dtype)
+        kept[:1] = 0.0
+        return exchange(rows * kept, *args)
+
+    yield patch.object(dispatch, "exchange", dropped)
+
+
+@_mutant
+def _gradients_of_experts_are_averaged() -> _Patches:
+    """Over the ranks of EP, whose tokens they come from."""
+    backward = exchanging._Exchange.backward
+
+    def averaged(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ours, *rest = backward(ctx, gradient)
+        return ours / ctx.group.size(), *rest
+
+    yield patch.object(exchanging._Exchange, "backward", staticmethod(averaged))
+
+
+@_mutant
+def _replicated_experts_average_their_gradients() -> _Patches:
+    def halve(_: None, unit: ReplicatedUnit) -> None:
+        if unit._flat is not None and any("experts" in local.name for local in unit.locals):
+            assert unit._group is not None
+            unit._flat /= unit._group.size()
+
+    yield _wrapped(ReplicatedUnit, "finish", halve)
+
+
+@_mutant
+def _experts_are_summed_over_the_ranks_of_the_layer() -> _Patches:
+    """Instead of those that hold the same experts."""
+
+    def everywhere(found: list[Any], maker: Any, part: Any) -> list[Any]:
+        return [replace(spread, data_group="data") for spread in found]
+
+    yield _wrapped(making.UnitMaker, "_spreads", everywhere)
+
+
+@_mutant
+def _routers_miss_the_tokens_of_one_rank() -> _Patches:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = exchanging._gathered(gradient, ctx.count, ctx.group)
+        if whole.shape[1] == 2:  # weights of the chosen experts
+            whole[-(-ctx.count // ctx.group.size()) :] = 0.0
+        return whole, None
+
+    yield patch.object(exchanging._SliceTokens, "backward", staticmethod(backward))
+
+
+@_mutant
+def _norms_of_heads_keep_partial_gradients() -> _Patches:
+    split = splitting.split
+    yield patch.object(assembly, "split", lambda *args: replace(split(*args), partial=frozenset()))
+
+
+@_mutant
+def _packed_projections_are_split_as_plain_ones() -> _Patches:
+    def plain(tables: Any) -> Any:
+        return None if tables is None else tuple(replace(table, parts=1) for table in tables)
+
+    tables = dispatch.expert_tables
+    yield patch.object(dispatch, "expert_tables", lambda *args: plain(tables(*args)))
+
+
+@_mutant
+def _a_rank_without_tokens_has_no_gradients() -> _Patches:
+    outputs = dispatch._Dispatch._outputs
+
+    def nothing(self: Any, copies: Tensor, experts: Tensor) -> Tensor:
+        return outputs(self, copies, experts) if len(copies) else copies * 1.0
+
+    yield patch.object(dispatch._Dispatch, "_outputs", nothing)
+
+
 # Precision and memory
 
 
@@ -320,7 +406,7 @@ def _masters_are_kept_in_bf16() -> _Patches:
 
 @_mutant
 def _sharded_layers_stay_gathered_until_backward() -> _Patches:
-    yield patch.object(assembly, "shard", lambda *args, reshard: sharded.shard(*args, reshard=False))
+    yield patch.object(making, "shard", lambda *args, reshard, **kept: sharded.shard(*args, reshard=False, **kept))
 
 
 # Random numbers

@@ -36,7 +36,7 @@ class Routing:
     def of(cls, index: Tensor, count: int, group: ProcessGroup) -> Routing:
         """``index``: the experts chosen for each token (tokens, chosen), of ``count`` that the group has together, each
         rank as many as the others, in order."""
-        chosen = index.reshape(-1)
+        chosen = index.reshape(-1).long()
         ranks = group.size()
         here = count // ranks
         sending = chosen.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
