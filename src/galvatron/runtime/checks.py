@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,25 @@ def _at(kinds: list[str], place: int) -> str:
 
 
 def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
-    """The model's own layers: from its configuration where the planner knows the family, else counted."""
+    """The model's own layers: from its configuration where the planner knows the family, else counted, as far as
+    running them takes: of sizes and work nothing."""
     config: Any = getattr(layered.model, "config", None)
     if not isinstance(layered, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
         return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
     planned = {kind.name: kind for kind in plan.model.kinds}
     counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
-    return tuple(replace(planned[name], parameters=count) for name, count in counts.items())
+    return tuple(
+        LayerSpec(
+            name=name,
+            parameters=count,
+            forward_flops=0,
+            split_activation_bytes=0,
+            boundary_bytes=0,
+            tensor_parallel=planned[name].tensor_parallel,
+        )
+        for name, count in counts.items()
+    )
 
 
 def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:

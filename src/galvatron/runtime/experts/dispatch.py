@@ -37,6 +37,8 @@ from galvatron.runtime.tensor_parallel.split import cut
 
 __all__ = ["ExpertGroups", "divide", "expert_tables", "in_experts"]
 
+_ALIGNED_BYTES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGroups:
@@ -136,7 +138,14 @@ class _Dispatch:
             return self._outputs(copies.sum(0, keepdim=True), none)[:0]
         module = self._module()
         assert module is not None
-        compute = self._compute
-        if copies.dtype == torch.float64:  # grouped products have no fp64: the stock loop over experts
-            compute = inspect.unwrap(compute)
+        compute = self._compute if _grouped(module) else inspect.unwrap(self._compute)
         return compute(module, copies, experts[:, None], torch.ones_like(copies[:, :1]))
+
+
+def _grouped(module: nn.Module) -> bool:
+    """Whether the stock forward may compute experts by grouped products, as it does unless it is told otherwise: these
+    know no fp64, and want rows of multiples of 16 bytes. Else its loop over experts does."""
+    return all(
+        own.dtype != torch.float64 and all(size * own.itemsize % _ALIGNED_BYTES == 0 for size in own.shape[1:])
+        for own in module.parameters()
+    )
