@@ -43,6 +43,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    # What a shared expert made is added to the experts' output in place.
+    "qwen2_moe": {
+        **_SMALL,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     # A dense block, then one with a shared expert; the router chooses groups of experts first.
     "deepseek_v3": {
         **_SMALL,
@@ -102,9 +110,9 @@ def case(family: str, *stages: list[str], **options: Any) -> ExpertCase:
 
 def stock(case: ExpertCase) -> nn.Module:
     """The stock model in memory; in fp64, which grouped products do not know, with its loop over experts."""
-    model: Any = stock_model(case)
+    model = stock_model(case)
     if case.dtype == torch.float64:
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation("eager")  # type: ignore[operator]
     if case.skewed:
         with torch.no_grad():
             for name, own in [*model.named_parameters(), *model.named_buffers()]:

@@ -141,7 +141,7 @@ def stock_model(case: Case) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attention = "sdpa" if case.training.attention is Attention.FUSED else "eager"
-        name = _CLASSES.get(config.model_type) or config.architectures[0]
+        name = _CLASSES.get(config.model_type) or case.config["architectures"][0]
         model: nn.Module = getattr(transformers, name)._from_config(config, attn_implementation=attention)
         with torch.no_grad():
             for parameter in model.parameters():

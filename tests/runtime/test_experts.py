@@ -46,6 +46,7 @@ _CLIPPED = {"clip": 0.5}
         longer("qwen3_moe", [["sdp2", "sdp2/ep2+rc"], ["dp2/ep2", "dp2"]], {"schedule": "gpipe", **_FP32}),
         # ZeRO-2 and hybrid sharding of the rest of a layer.
         longer("qwen3_moe", [["dp4", "dp4/dp2-ep2+zero2", "dp2-sdp2/ep4+rc", "dp4"]], {}),
+        longer("qwen2_moe", [["dp4", "sdp4/sdp2-ep2", "dp2-tp2/ep2-sdp2+rc", "dp4"]], {}),
         # A dense block, shared experts, groups of experts.
         ("deepseek_v3", [["dp4", "dp2-tp2", "dp2-tp2/ep4+rc", "sdp4"]], _CLIPPED),
         longer("deepseek_v3", [["sdp4", "sdp4", "sdp4/sdp2-ep2+rc", "dp4"]], _SKEWED),

@@ -117,7 +117,8 @@ class _Dispatch:
             combined = operators.reduce_from_region(combined, tensor)
         if slices is not None:
             combined = gather_tokens(combined, count, slices)
-        return combined.view(hidden_states.shape)
+        # No view: stock code may add to it in place, and FSDP2's hooks on it would then be lost.
+        return combined if combined.shape == hidden_states.shape else combined.view(hidden_states.shape).clone()
 
     def _dispatched(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         group = self._groups.dispatch

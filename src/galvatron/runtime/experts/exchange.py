@@ -79,7 +79,8 @@ def _gathered(part: Tensor, count: int, group: ProcessGroup) -> Tensor:
     each = -(-count // group.size())
     if len(part) < each:  # the last ranks have fewer where the tokens do not divide
         part = torch.cat([part, part.new_zeros(each - len(part), *part.shape[1:])])
-    return collectives.all_gather(part, group)[:count]
+    whole = collectives.all_gather(part, group)
+    return whole if len(whole) == count else whole[:count].clone()
 
 
 class _Exchange(torch.autograd.Function):
