@@ -149,6 +149,18 @@ class Switches(LayerSwitches):
         metadata={"switch": Switch(title="accumulation", help="Micro-batches without a pipeline.")},
     )
     """Micro-batches without a pipeline: gradients accumulate over them."""
+    expert_parallel: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                title="expert parallelism",
+                help="Axes of their own for the experts of a layer.",
+                space_needs=frozenset({Kind.EP}),
+                remedy="keep each expert on some of the devices and send its tokens there",
+            )
+        },
+    )
+    """The experts of a layer may have axes of their own; of no use to models without experts."""
 
 
 class SwitchChoices(TypedDict, total=False):
@@ -159,6 +171,7 @@ class SwitchChoices(TypedDict, total=False):
     zero2: bool | None
     hybrid_sharding: bool | None
     accumulation: bool | None
+    expert_parallel: bool | None
 
 
 SWITCHES: tuple[Switch, ...] = tuple(replace(each.metadata["switch"], name=each.name) for each in fields(Switches))
