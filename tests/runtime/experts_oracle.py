@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+import expert_mutants  # noqa: F401 (so that ranks know them)
 import torch
 from mutants import under
 from oracle import Case, Record, batches, stock_model, trained
