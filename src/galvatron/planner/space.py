@@ -202,7 +202,7 @@ class Space:
             if getattr(self.switches, switch.name) and switch.space_needs <= self.kinds and switch.possible(kinds)
         ]
         choices = product((False, True), repeat=len(usable))
-        return [replace(path, **dict(zip(usable, choice, strict=True))) for choice in choices]
+        return [Strategy(path.axes, (), **dict(zip(usable, choice, strict=True))) for choice in choices]
 
 
 def _forbidden(strategy: Strategy) -> bool:
