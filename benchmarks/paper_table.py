@@ -25,6 +25,7 @@ from galvatron.families import load_cluster, load_model, paper_profile
 from galvatron.planner.cost import PAPER_SYSTEMS, CostModel
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
+from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination, Layers
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import divisors, space_named
@@ -183,7 +184,7 @@ class _PurePipeline:
             if micro_batches <= PAPER_MICRO_BATCHES:
                 solved = Combination(
                     self.layers,
-                    self.costs,
+                    Candidates(self.costs),
                     Candidate(self.stages, batch, micro_batches),
                     schedule=GPIPE,
                     budget=budget - self.cost.cluster.reserved_bytes,

@@ -34,7 +34,7 @@ from galvatron.core.files.clusters import load_cluster
 from galvatron.core.spec import GPIPE, Training
 from galvatron.families import load_model
 from galvatron.planner.cost import GALVATRON, CostModel
-from galvatron.planner.search import Problem, search
+from galvatron.planner.search import Candidates, Problem, search
 from galvatron.planner.search.combination import Candidate, Combination, Layers
 from galvatron.planner.space import space_named
 from table_search import even_cuts, solve_combination, table_search
@@ -108,7 +108,7 @@ def compare_combination(name: str, degree: int, micro_batches: int, quanta_mib: 
     def ours() -> int | None:
         solved = Combination(
             layers,
-            costs,
+            Candidates(costs),
             Candidate(degree, batch, micro_batches),
             schedule=problem.schedule,
             budget=problem.budget,

@@ -10,8 +10,8 @@ import pytest
 
 _HERE = Path(__file__).parent
 _ORACLES = (
-    "planner/search", "families", "runtime", "measure", "measure/rehearsal", "train", "train/checkpoints", "core/files",
-    "benchmarks",
+    "planner/search", "planner/cost", "families", "runtime", "measure", "measure/rehearsal", "train",
+    "train/checkpoints", "core/files", "benchmarks",
 )  # fmt: skip
 for folder in (
     _HERE.parent / "benchmarks",

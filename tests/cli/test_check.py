@@ -121,3 +121,15 @@ def test_what_no_process_can_build_is_said_once(
     status, _, err = _run(monkeypatch, capsys, _folder(tmp_path, architectures=["Qwen2ForNothing"]), "--devices", "1")
     assert status == 2
     assert "architectures names 'Qwen2ForNothing'" in err
+
+
+@pytest.mark.slow
+def test_a_model_with_experts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    status, out, err = _run(monkeypatch, capsys, _folder(tmp_path, **mixtral), "--devices", "2", "--json")
+    assert status == 0, err
+    found = {each["strategy"]: each["equal"] for each in json.loads(out)}
+    assert {"EP", "EP over SDP, recompute", "EP beside TP"} <= found.keys()
+    assert all(equal for name, equal in found.items() if "EP" in name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.model import ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.model import Experts, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.units import MIB
 from galvatron.families import load_model
 
@@ -76,6 +76,54 @@ def test_bf16_halves_sizes_only(tmp_path: Path) -> None:
     assert narrow.transient_bytes == wide.transient_bytes // 2
     assert narrow.forward_flops == wide.forward_flops
     assert narrow.parameters == wide.parameters
+
+
+EXPERTS = """
+[layers.experts]
+count = 8
+parameters = 1_600_000
+forward_flops = 3e9
+activation_bytes = "32MiB"
+replicated_activation_bytes = "2MiB"
+dispatch_bytes = "2MiB"
+divides = [64]
+imbalance = 1.5
+"""
+
+
+def test_experts_of_a_layer(tmp_path: Path) -> None:
+    place = GOOD.index('\n[[layers]]\nname = "head"')
+    text = GOOD[:place] + EXPERTS + GOOD[place:]
+    embedding, block, _ = read(tmp_path, text).kinds
+    assert embedding.experts is None
+    assert block.experts == Experts(
+        count=8,
+        parameters=1_600_000,
+        forward_flops=3 * 10**9,
+        activation_bytes=32 * MIB,
+        replicated_activation_bytes=2 * MIB,
+        dispatch_bytes=2 * MIB,
+        divides=(64,),
+        imbalance=1.5,
+    )
+    half = read(tmp_path, text, Training(precision=Precision.BF16)).kinds[1].experts
+    assert half is not None
+    assert (half.activation_bytes, half.dispatch_bytes, half.parameters) == (16 * MIB, MIB, 1_600_000)
+    unsplit = text.replace("tensor_parallel = { heads = 16, kv_heads = 4, sequence_length = 128 }\n", "")
+    block = read(tmp_path, unsplit).kinds[1]
+    assert (block.split_activation_bytes, block.replicated_activation_bytes) == (32 * MIB, 32 * MIB)
+    for old, new, message in (
+        ("count = 8", "count = 0", r"layers\[1\]\.experts\.count is 0"),
+        ("imbalance = 1.5", "imbalance = 0.5", r"layers\[1\]\.experts\.imbalance is 0\.5"),
+        (
+            "parameters = 1_600_000",
+            "parameters = 3e6",
+            r"layer 'block': experts\.parameters is 3000000; expected from 0",
+        ),
+        ("dispatch_bytes", "dispatched_bytes", r"dispatched_bytes is not .*did you mean 'dispatch_bytes'"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            read(tmp_path, text.replace(old, new, 1))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from galvatron.core.spec import Factors
 from galvatron.families.bert import adapter as bert
 from galvatron.runtime import assembly, batches, model
 from galvatron.runtime import whole as norm
-from galvatron.runtime.data_parallel import sharded, units
+from galvatron.runtime.data_parallel import making, sharded, units
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit
 from galvatron.runtime.layout import slice_gather as layout
@@ -30,13 +30,14 @@ from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, Spli
 from galvatron.runtime.tied import in_stage as borrowing
 from galvatron.runtime.tied.across_stages import TieExchange
 
-__all__ = ["MUTANTS", "under"]
+__all__ = ["MUTANTS", "Patches", "mutant", "under", "wrapped"]
 
-_Patches = Iterator[Any]
-MUTANTS: dict[str, Callable[[], _Patches]] = {}
+Patches = Iterator[Any]
+MUTANTS: dict[str, Callable[[], Patches]] = {}
 
 
-def _mutant(make: Callable[[], _Patches]) -> Callable[[], _Patches]:
+def mutant(make: Callable[[], Patches]) -> Callable[[], Patches]:
+    """One more break, named as its function is."""
     MUTANTS[make.__name__.strip("_").replace("_", " ")] = make
     return make
 
@@ -61,7 +62,7 @@ def under(mutant: str | None, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def _wrapped(owner: Any, name: str, after: Callable[..., Any]) -> Any:
+def wrapped(owner: Any, name: str, after: Callable[..., Any]) -> Any:
     """Call ``after(result, self, …)`` with what the method gave, and give that."""
     original = getattr(owner, name)
 
@@ -74,61 +75,61 @@ def _wrapped(owner: Any, name: str, after: Callable[..., Any]) -> Any:
 # Data parallelism
 
 
-@_mutant
-def _dp_averages_instead_of_summing() -> _Patches:
+@mutant
+def _dp_averages_instead_of_summing() -> Patches:
     def halve(_: None, unit: ReplicatedUnit) -> None:
         if unit._group is not None and unit._flat is not None:
             unit._flat /= unit._group.size()
 
-    yield _wrapped(ReplicatedUnit, "finish", halve)
+    yield wrapped(ReplicatedUnit, "finish", halve)
 
 
-@_mutant
-def _dp_never_sums() -> _Patches:
+@mutant
+def _dp_never_sums() -> Patches:
     yield patch.object(ReplicatedUnit, "_start_sum", lambda self: None)
 
 
-@_mutant
-def _dp_sums_the_last_micro_batch_only() -> _Patches:
+@mutant
+def _dp_sums_the_last_micro_batch_only() -> Patches:
     def forget(_: None, unit: ReplicatedUnit, *, last: bool) -> None:
         if last and unit._flat is not None:
             unit._flat.zero_()
 
-    yield _wrapped(ReplicatedUnit, "expect_backward", forget)
+    yield wrapped(ReplicatedUnit, "expect_backward", forget)
 
 
-@_mutant
-def _sdp_averages_instead_of_summing() -> _Patches:
+@mutant
+def _sdp_averages_instead_of_summing() -> Patches:
     def average(_: None, unit: ShardedUnit, *args: Any, **kwargs: Any) -> None:
         unit.fsdp.set_gradient_divide_factor(float(unit.groups.shard.size()))
 
-    yield _wrapped(ShardedUnit, "__init__", average)
+    yield wrapped(ShardedUnit, "__init__", average)
 
 
-@_mutant
-def _sdp_loses_all_but_the_last_micro_batch() -> _Patches:
+@mutant
+def _sdp_loses_all_but_the_last_micro_batch() -> Patches:
     def forget(_: None, unit: ShardedUnit, *, last: bool) -> None:
         for parameter in unit._sharded:
             parameter.grad = None
 
-    yield _wrapped(ShardedUnit, "expect_backward", forget)
+    yield wrapped(ShardedUnit, "expect_backward", forget)
 
 
-@_mutant
-def _hybrid_sharding_never_sums_over_dp() -> _Patches:
+@mutant
+def _hybrid_sharding_never_sums_over_dp() -> Patches:
     def never(_: None, unit: ShardedUnit, *, last: bool) -> None:
         unit.fsdp.set_requires_all_reduce(unit.groups.replicate is None)
 
-    yield _wrapped(ShardedUnit, "expect_backward", never)
+    yield wrapped(ShardedUnit, "expect_backward", never)
 
 
-@_mutant
-def _sharded_weights_stay_gathered_after_an_evaluation() -> _Patches:
+@mutant
+def _sharded_weights_stay_gathered_after_an_evaluation() -> Patches:
     yield patch.object(ShardedUnit, "end_evaluation", lambda self: None)
 
 
-@_mutant
-def _gradients_of_earlier_calls_are_summed_again() -> _Patches:
+@mutant
+def _gradients_of_earlier_calls_are_summed_again() -> Patches:
     yield patch.object(ParallelModel, "_set_aside", lambda self: [])
 
 
@@ -145,18 +146,18 @@ class _NotSummed:
         return self._tensor
 
 
-@_mutant
-def _f_sums_no_gradients() -> _Patches:
+@mutant
+def _f_sums_no_gradients() -> Patches:
     yield patch.object(regions, "collectives", SimpleNamespace(AllReduce=_NotSummed))
 
 
-@_mutant
-def _g_sums_no_outputs() -> _Patches:
+@mutant
+def _g_sums_no_outputs() -> Patches:
     yield patch.object(operators._ReduceFromRegion, "forward", staticmethod(lambda ctx, tensor, group: tensor.clone()))
 
 
-@_mutant
-def _the_bias_is_added_before_the_sum() -> _Patches:
+@mutant
+def _the_bias_is_added_before_the_sum() -> Patches:
     def forward(self: regions.SplitRows, tensor: Tensor) -> Tensor:
         reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
         return reduce_from_region(functional.linear(tensor, self.matrix, self.bias), self.group)
@@ -164,40 +165,40 @@ def _the_bias_is_added_before_the_sum() -> _Patches:
     yield patch.object(regions.SplitRows, "forward", forward)
 
 
-@_mutant
-def _sequence_parallel_norms_keep_partial_gradients() -> _Patches:
+@mutant
+def _sequence_parallel_norms_keep_partial_gradients() -> Patches:
     yield patch.object(units.Unit, "sum_partial", lambda self: None)
 
 
-@_mutant
-def _gathered_sequences_sum_their_gradients() -> _Patches:
+@mutant
+def _gathered_sequences_sum_their_gradients() -> Patches:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return operators.SequenceReduceScatter(gradient.contiguous(), ctx.group).result(), None
 
     yield patch.object(operators._GatherSequence, "backward", staticmethod(backward))
 
 
-@_mutant
-def _words_are_numbered_from_the_wrong_rank() -> _Patches:
+@mutant
+def _words_are_numbered_from_the_wrong_rank() -> Patches:
     def shifted(_: None, embedding: SplitEmbedding, *args: Any) -> None:
         embedding.words = range(embedding.words.start + 1, embedding.words.stop + 1)
 
-    yield _wrapped(SplitEmbedding, "__init__", shifted)
+    yield wrapped(SplitEmbedding, "__init__", shifted)
 
 
-@_mutant
-def _targets_are_numbered_from_the_wrong_rank() -> _Patches:
+@mutant
+def _targets_are_numbered_from_the_wrong_rank() -> Patches:
     def shifted(_: None, loss: SplitCrossEntropy, *args: Any) -> None:
         loss.words = range(loss.words.start + 1, loss.words.stop + 1)
 
-    yield _wrapped(SplitCrossEntropy, "__init__", shifted)
+    yield wrapped(SplitCrossEntropy, "__init__", shifted)
 
 
 # Slice-Gather and stages
 
 
-@_mutant
-def _slices_have_the_rows_of_a_neighbour() -> _Patches:
+@mutant
+def _slices_have_the_rows_of_a_neighbour() -> Patches:
     step = layout._Step.__call__
 
     def neighbours(self: layout._Step, rows: Tensor) -> Tensor:
@@ -207,8 +208,8 @@ def _slices_have_the_rows_of_a_neighbour() -> _Patches:
     yield patch.object(layout._Step, "__call__", neighbours)
 
 
-@_mutant
-def _slice_gather_sums_gradients_of_copies() -> _Patches:
+@mutant
+def _slice_gather_sums_gradients_of_copies() -> Patches:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         group = ctx.change.forward.group
         copies = 1 if group is None else group.size()
@@ -217,45 +218,45 @@ def _slice_gather_sums_gradients_of_copies() -> _Patches:
     yield patch.object(layout._SliceGather, "backward", staticmethod(backward))
 
 
-@_mutant
-def _inputs_stay_in_order_when_rows_change() -> _Patches:
+@mutant
+def _inputs_stay_in_order_when_rows_change() -> Patches:
     def unmoved(assignment: layout.RowAssignment, target: Factors) -> layout.RowAssignment:
         return layout.RowAssignment(target, assignment.order)
 
     yield patch.object(layout.RowAssignment, "changed", unmoved)
 
 
-@_mutant
-def _inputs_are_those_of_a_neighbours_rows() -> _Patches:
+@mutant
+def _inputs_are_those_of_a_neighbours_rows() -> Patches:
     def moved(_: None, reader: batches.Reader, *args: Any, **kwargs: Any) -> None:
         reader._index ^= 1
 
-    yield _wrapped(batches.Reader, "__init__", moved)
+    yield wrapped(batches.Reader, "__init__", moved)
 
 
-@_mutant
-def _stages_receive_rows_in_another_order() -> _Patches:
-    yield _wrapped(StageEnd, "rows", lambda rows, side, index: rows if side.ranks[0] == 0 else rows[::-1])
+@mutant
+def _stages_receive_rows_in_another_order() -> Patches:
+    yield wrapped(StageEnd, "rows", lambda rows, side, index: rows if side.ranks[0] == 0 else rows[::-1])
 
 
 # Loss and norm
 
 
-@_mutant
-def _ignored_targets_are_counted() -> _Patches:
+@mutant
+def _ignored_targets_are_counted() -> Patches:
     yield patch.object(bert, "count_targets", lambda labels: labels.numel())
 
 
-@_mutant
-def _the_norm_counts_every_copy() -> _Patches:
+@mutant
+def _the_norm_counts_every_copy() -> Patches:
     def counted(parameters: Any, device: torch.device) -> Tensor:
         return norm.gradient_norm([replace(local, replicas=1) for local in parameters], device)
 
     yield patch.object(model, "gradient_norm", counted)
 
 
-@_mutant
-def _the_norm_is_that_of_the_ranks_own_part() -> _Patches:
+@mutant
+def _the_norm_is_that_of_the_ranks_own_part() -> Patches:
     def own(parameters: Any, device: torch.device) -> Tensor:
         with patch.object(dist, "get_world_size", lambda: 1):
             return norm.gradient_norm(parameters, device)
@@ -263,40 +264,40 @@ def _the_norm_is_that_of_the_ranks_own_part() -> _Patches:
     yield patch.object(model, "gradient_norm", own)
 
 
-@_mutant
-def _the_norm_counts_tied_weights_twice() -> _Patches:
+@mutant
+def _the_norm_counts_tied_weights_twice() -> Patches:
     def twice(parameters: Any, device: torch.device) -> Tensor:
         return norm.gradient_norm([replace(local, counted=True) for local in parameters], device)
 
     yield patch.object(model, "gradient_norm", twice)
 
 
-@_mutant
-def _clipping_scales_nothing() -> _Patches:
+@mutant
+def _clipping_scales_nothing() -> Patches:
     yield patch.object(model, "clip_", lambda parameters, norm, limit: None)
 
 
-@_mutant
-def _the_loss_counts_every_copy() -> _Patches:
-    yield _wrapped(ParallelModel, "__init__", lambda _, self, *parts: setattr(self, "_loss_replicas", 1))
+@mutant
+def _the_loss_counts_every_copy() -> Patches:
+    yield wrapped(ParallelModel, "__init__", lambda _, self, *parts: setattr(self, "_loss_replicas", 1))
 
 
 # Tied weights
 
 
-@_mutant
-def _copies_of_tied_weights_are_not_summed() -> _Patches:
+@mutant
+def _copies_of_tied_weights_are_not_summed() -> Patches:
     yield patch.object(TieExchange, "__call__", lambda self, gradient: None)
 
 
-@_mutant
-def _borrowed_weights_give_no_gradient() -> _Patches:
+@mutant
+def _borrowed_weights_give_no_gradient() -> Patches:
     resplit = borrowing.resplit
     yield patch.object(assembly, "resplit", lambda *args: resplit(*args).detach())
 
 
-@_mutant
-def _weights_split_anew_keep_one_ranks_gradient() -> _Patches:
+@mutant
+def _weights_split_anew_keep_one_ranks_gradient() -> Patches:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         each = -(-gradient.shape[0] // ctx.group.size())
         first = ctx.group.rank() * each
@@ -308,36 +309,36 @@ def _weights_split_anew_keep_one_ranks_gradient() -> _Patches:
 # Precision and memory
 
 
-@_mutant
-def _masters_are_kept_in_bf16() -> _Patches:
+@mutant
+def _masters_are_kept_in_bf16() -> Patches:
     def rounded(_: None, unit: Any) -> None:
         for local in unit.locals:
             local.master.data.copy_(local.master.data.bfloat16())
 
-    yield _wrapped(ReplicatedUnit, "begin", rounded)
-    yield _wrapped(ShardedUnit, "begin", rounded)
+    yield wrapped(ReplicatedUnit, "begin", rounded)
+    yield wrapped(ShardedUnit, "begin", rounded)
 
 
-@_mutant
-def _sharded_layers_stay_gathered_until_backward() -> _Patches:
-    yield patch.object(assembly, "shard", lambda *args, reshard: sharded.shard(*args, reshard=False))
+@mutant
+def _sharded_layers_stay_gathered_until_backward() -> Patches:
+    yield patch.object(making, "shard", lambda *args, reshard, **kept: sharded.shard(*args, reshard=False, **kept))
 
 
 # Random numbers
 
 
-@_mutant
-def _attention_drops_alike_on_all_tensor_parallel_ranks() -> _Patches:
+@mutant
+def _attention_drops_alike_on_all_tensor_parallel_ranks() -> Patches:
     yield patch.object(LayerRandomness, "inside", lambda self: self._seed(0))
 
 
-@_mutant
-def _ranks_drop_differently_outside_the_split_parts() -> _Patches:
+@mutant
+def _ranks_drop_differently_outside_the_split_parts() -> Patches:
     yield patch.object(LayerRandomness, "outside", lambda self: self._seed(self.tensor + 1))
 
 
-@_mutant
-def _all_rows_drop_alike() -> _Patches:
+@mutant
+def _all_rows_drop_alike() -> Patches:
     begin = LayerRandomness.begin
 
     def first_rows(self: LayerRandomness, step: Any) -> None:
@@ -347,8 +348,8 @@ def _all_rows_drop_alike() -> _Patches:
     yield patch.object(LayerRandomness, "begin", first_rows)
 
 
-@_mutant
-def _recomputing_draws_anew() -> _Patches:
+@mutant
+def _recomputing_draws_anew() -> Patches:
     begin = LayerRandomness.begin
 
     def counted(self: LayerRandomness, step: Any) -> None:

@@ -23,7 +23,7 @@ from galvatron.families.build import build_meta
 from galvatron.families.layer import IGNORED
 from galvatron.families.registry import layered_model
 
-__all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model"]
+__all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model", "trained"]
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -68,6 +68,11 @@ class Case:
     def optimizer_options(self) -> dict[str, Any]:
         """Besides the learning rate."""
         return {"momentum": 0.9} if self.training.optimizer == "sgd" else {"eps": self.epsilon}
+
+    @property
+    def fp32_inside(self) -> bool:
+        """Whether the stock model computes some things in fp32 whatever its type, which rounding moves by 1e-8."""
+        return False
 
     @property
     def length(self) -> int | None:
@@ -136,9 +141,8 @@ def stock_model(case: Case) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attention = "sdpa" if case.training.attention is Attention.FUSED else "eager"
-        model: nn.Module = getattr(transformers, _CLASSES[config.model_type])._from_config(
-            config, attn_implementation=attention
-        )
+        name = _CLASSES.get(config.model_type) or case.config["architectures"][0]
+        model: nn.Module = getattr(transformers, name)._from_config(config, attn_implementation=attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -182,7 +186,12 @@ def single_process(case: Case) -> Record:
 
 
 def _trained(case: Case) -> Record:
-    model = stock_model(case).to(case.dtype)
+    return trained(case, stock_model(case))
+
+
+def trained(case: Case, model: nn.Module) -> Record:
+    """Train a stock model on the case's batches."""
+    model = model.to(case.dtype)
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.training.optimizer]
     optimizer = kind(model.parameters(), lr=case.learning_rate, **case.optimizer_options)
     losses, norms, gradients = [], [], {}

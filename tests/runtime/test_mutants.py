@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from bf16_oracle import excess
 from dropping import disagreement, drawn_alike, observe, shared_by_rows, with_dropout
+from experts_oracle import case, compare
 from keeping import watch
 from loops import accumulate, accumulated_difference, evaluating
 from mutants import MUTANTS, under
@@ -66,6 +68,11 @@ def _dropout(mutant: str | None) -> str | None:
     return disagreement(found) or drawn_alike(found) or shared_by_rows(found)
 
 
+def _experts(family: str, *stages: list[str], **options: Any) -> _Check:
+    """Experts with axes of their own, compared with a single process."""
+    return lambda mutant: compare(case(family, *stages, steps=1, **options), mutant)
+
+
 def _recompute(mutant: str | None) -> str | None:
     case = with_dropout("bert", "dp2-tp2", micro_batches=2)
     again = replace(case, stages=[["dp2-tp2+rc"] * 4])
@@ -91,6 +98,9 @@ _CHECKS: dict[str, _Check] = {
     "norm": _parity("bert", ["sdp4", "dp4", "dp2-tp2", "tp4"], clip=0.5, steps=2),
     "resplit": _parity("gpt2", ["tp4", "dp4", "dp4", "dp2-tp2"]),
     "tied": _parity("gpt2", ["dp2", "tp2"], ["sdp2", "dp2"], clip=0.5),
+    "experts": _experts("qwen3_moe", ["dp4", "dp4/dp2-ep2", "dp2-tp2/ep4", "dp4"]),
+    "split experts": _experts("qwen3_moe", ["dp4", "dp2-tp2/ep2-tp2", "dp2-tp2/ep2-tp2", "dp4"]),
+    "few experts": _experts("gpt_oss", ["dp4", "dp4/dp2-ep2", "sdp4/sdp2-ep2", "dp4"], skewed=True),
     "evaluation": _evaluation,
     "accumulation": _accumulation,
     "bf16": _bf16,
@@ -129,6 +139,14 @@ _CAUGHT_BY = {
     "copies of tied weights are not summed": "tied",
     "borrowed weights give no gradient": "mixed",
     "weights split anew keep one ranks gradient": "resplit",
+    "a token is dropped on its way to its expert": "experts",
+    "gradients of experts are averaged": "experts",
+    "replicated experts average their gradients": "experts",
+    "experts are summed over the ranks of the layer": "experts",
+    "routers miss the tokens of one rank": "experts",
+    "norms of heads keep partial gradients": "split experts",
+    "packed projections are split as plain ones": "split experts",
+    "a rank without tokens has no gradients": "few experts",
     "masters are kept in bf16": "bf16",
     "sharded layers stay gathered until backward": "memory",
     "attention drops alike on all tensor parallel ranks": "dropout",

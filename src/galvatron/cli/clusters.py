@@ -16,13 +16,11 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the clusters known by name, or show the devices and links of one."""
-    from dataclasses import asdict
-
     from galvatron.families import cluster_names, load_cluster
 
     clusters = [load_cluster(name) for name in ([cluster] if cluster else cluster_names())]
     if as_json:
-        opt.print_json([{**asdict(each), "devices": each.devices} for each in clusters])
+        opt.print_json([{**each.to_dict(), "devices": each.devices} for each in clusters])
         return
     from galvatron.planner.plan.tables import clusters_view, links_view
 

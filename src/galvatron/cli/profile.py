@@ -30,8 +30,6 @@ def cluster_command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure links, devices and how they get into each other's way; under torchrun, of all machines."""
-    from dataclasses import asdict
-
     from galvatron.cli.progress import shown_progress
     from galvatron.core.files.clusters import dump_cluster
     from galvatron.measure.clusters import profile_cluster
@@ -44,7 +42,7 @@ def cluster_command(
         return
     _write(output, dump_cluster(cluster))
     if as_json:
-        opt.print_json({**asdict(cluster), "devices": cluster.devices})
+        opt.print_json({**cluster.to_dict(), "devices": cluster.devices})
         return
     from galvatron.planner.plan.tables import groups_view, links_view
 

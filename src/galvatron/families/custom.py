@@ -11,6 +11,15 @@
     boundary_bytes = "2MiB"
     tensor_parallel = { heads = 16, sequence_length = 512 }
 
+A layer with experts says after its own keys which part of its figures is theirs:
+
+    [layers.experts]
+    count = 8
+    parameters = 8_400_000
+    forward_flops = 4.4e9
+    activation_bytes = "24MiB"
+    dispatch_bytes = "4MiB"
+
 Figures are for one sample in fp32; bf16 halves the sizes. Only layers with a ``sequence_length``, the tokens of their
 activations, can be sequence-parallel. How attention is computed and whether there is dropout is in
 the figures already. ``galvatron.families`` imports this module, and with it pydantic, only when such a file is read.
@@ -25,7 +34,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.reader import parse, read_text, validate
-from galvatron.core.spec.model import LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.model import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.units import parse_bytes
 
 __all__ = ["read_custom"]
@@ -73,6 +82,33 @@ class _TensorParallelEntry(_Strict):
     sequence_length: Annotated[int, Field(ge=1)] | None = None
 
 
+class _ExpertsEntry(_Strict):
+    count: Annotated[int, Field(ge=1, le=1_000_000)]
+    parameters: _Count
+    forward_flops: _Count
+    activation_bytes: _Size
+    replicated_activation_bytes: _Size = 0
+    dispatch_bytes: _Size
+    divides: list[Annotated[int, Field(ge=1)]] = []
+    forward_collectives: Annotated[int, Field(ge=0, le=100)] = 1
+    backward_collectives: Annotated[int, Field(ge=0, le=100)] = 1
+    imbalance: Annotated[float, Field(ge=1, le=1000)] = 1.0
+
+    def spec(self, precision: Precision) -> Experts:
+        return Experts(
+            count=self.count,
+            parameters=self.parameters,
+            forward_flops=self.forward_flops,
+            activation_bytes=_scaled(self.activation_bytes, precision),
+            replicated_activation_bytes=_scaled(self.replicated_activation_bytes, precision),
+            dispatch_bytes=_scaled(self.dispatch_bytes, precision),
+            divides=tuple(self.divides),
+            forward_collectives=self.forward_collectives,
+            backward_collectives=self.backward_collectives,
+            imbalance=float(self.imbalance),
+        )
+
+
 class _LayerEntry(_Strict):
     name: Annotated[str, Field(min_length=1)]
     count: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -86,6 +122,7 @@ class _LayerEntry(_Strict):
     boundary_bytes: _Size
     transient_bytes: _Size = 0
     tensor_parallel: _TensorParallelEntry | None = None
+    experts: _ExpertsEntry | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> _LayerEntry:
@@ -103,7 +140,7 @@ class _LayerEntry(_Strict):
 
     def spec(self, precision: Precision) -> LayerSpec:
         def scaled(size: int) -> int:
-            return -(-size * precision.bytes // Precision.FP32.bytes)
+            return _scaled(size, precision)
 
         if self.activation_bytes is None:
             split, replicated = self.split_activation_bytes or 0, self.replicated_activation_bytes or 0
@@ -112,7 +149,8 @@ class _LayerEntry(_Strict):
             split = self.activation_bytes - replicated
         parameters, parallel = self.replicated_parameters, None
         if self.tensor_parallel is None:
-            parameters, split, replicated = self.parameters, 0, split + replicated
+            inside = self.experts.activation_bytes if self.experts else 0  # TP of experts divides it
+            parameters, split, replicated = self.parameters, inside, split + replicated - inside
         else:
             message, length = self.tensor_parallel.message_bytes, self.tensor_parallel.sequence_length
             parallel = TensorParallel(
@@ -133,7 +171,12 @@ class _LayerEntry(_Strict):
             boundary_bytes=scaled(self.boundary_bytes),
             transient_bytes=scaled(self.transient_bytes),
             tensor_parallel=parallel,
+            experts=None if self.experts is None else self.experts.spec(precision),
         )
+
+
+def _scaled(size: int, precision: Precision) -> int:
+    return -(-size * precision.bytes // Precision.FP32.bytes)
 
 
 class _ModelEntry(_Strict):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron.families.rules import Rule
+from galvatron.families.rules import DividedExperts, Rule
 
 __all__ = ["IGNORED", "Activations", "Batch", "CrossEntropy", "Layer", "LayeredModel", "Tie", "Use"]
 
@@ -50,6 +50,8 @@ class Layer(nn.Module, ABC):
         """Name of the layer in the planner's model ("encoder", "head" …)."""
         self.rules = rules
         """How tensor parallelism splits it; empty: each tensor-parallel rank computes it whole."""
+        self.experts: DividedExperts | None = None
+        """What expert parallelism divides; None: nothing."""
         self._stock_names = {attribute: name for attribute, (name, _) in modules.items()}
         for attribute, (_, module) in modules.items():
             self.add_module(attribute, module)

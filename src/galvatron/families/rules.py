@@ -1,4 +1,5 @@
-"""Tensor-parallel rules: which weights of a stock layer are split, and how. Data only; the runtime applies them.
+"""Tensor-parallel rules: which weights of a stock layer are split, and how. The experts of a layer, which expert
+parallelism divides. Data only; the runtime applies them.
 
 Paths are relative to the layer. Megatron's scheme (paper Section 3.1): within a region the first projections are split
 by columns, the last by rows; inputs enter through f (identity, all-reduce in backward) and leave through g (all-reduce,
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 __all__ = [
     "Attribute",
     "Columns",
+    "DividedExperts",
     "Experts",
     "PartialGradients",
     "Region",
@@ -147,3 +149,15 @@ Rule = (
     | SharedKey
     | Summed
 )
+
+
+@dataclass(frozen=True, slots=True)
+class DividedExperts:
+    """The experts of a layer, of which expert parallelism gives each rank some: a module that takes hidden states
+    (tokens, features), the experts chosen for each token and the router's weights of these (tokens, chosen). Its
+    attribute ``num_experts`` says how many it has."""
+
+    path: str
+    count: int
+    parameters: tuple[str, ...]
+    """Their names in the module; each has the experts along its first dim. The module has no others."""

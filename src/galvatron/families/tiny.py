@@ -32,6 +32,8 @@ class _Sizes:
     heads: int
     kv_heads: int
     degree: int
+    experts: int
+    """What the number of experts is a multiple of."""
     expand: int
     """How many times as wide a state space is as the model."""
     stateful: bool
@@ -76,7 +78,7 @@ _RULES: tuple[_Rule, ...] = (
     (r"(mamba_|ssm_)?(d_state|state_size)|mamba_dt_rank|time_step_rank", lambda own, value: min(value, 2 * _HEAD)),
     (
         r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_moe_experts|n_routed_experts",
-        lambda own, value: min(value, max(4, own.degree)),
+        lambda own, value: min(value, -(-max(4, own.degree) // own.experts) * own.experts),
     ),
     (
         r"(num_)?experts_per_(tok|token)|moe_k|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk",
@@ -108,22 +110,23 @@ _RULES: tuple[_Rule, ...] = (
 """For names of fields, the first that fits: from sizes and the field's value to the tiny one."""
 
 
-def tiny_config(config: PreTrainedConfig, *, degree: int = 1) -> PreTrainedConfig:
-    """A narrow configuration of the same architecture, whose heads ``degree`` ranks of TP can divide.
+def tiny_config(config: PreTrainedConfig, *, degree: int = 1, experts: int = 1) -> PreTrainedConfig:
+    """A narrow configuration of the same architecture, whose heads ``degree`` ranks of TP can divide, and whose experts
+    so many ranks of EP.
 
     Raises nothing itself: what cannot be built narrow shows when the model is built.
     """
     tiny = copy.deepcopy(config)
-    _shrink(tiny, degree)
+    _shrink(tiny, degree, experts)
     return tiny
 
 
-def _shrink(config: Any, degree: int) -> None:
+def _shrink(config: Any, degree: int, experts: int) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    sizes = _sizes(fields, degree)
+    sizes = _sizes(fields, degree, experts)
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, degree)
+            _shrink(value, degree, experts)
             continue
         small = _small(name, value, sizes)
         if small != value:
@@ -151,7 +154,7 @@ def _set(config: Any, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-def _sizes(fields: Mapping[str, Any], degree: int) -> _Sizes:
+def _sizes(fields: Mapping[str, Any], degree: int, experts: int) -> _Sizes:
     """Heads and key/value heads, in the ratio that they have."""
 
     def first(place: int) -> int:
@@ -166,4 +169,6 @@ def _sizes(fields: Mapping[str, Any], degree: int) -> _Sizes:
         kv_heads = 1  # one head for all (multi-query): no TP divides it
     elif found and shared and found % shared == 0:
         heads = base * min(found // shared, 4)
-    return _Sizes(heads=heads, kv_heads=kv_heads, degree=degree, expand=expand, stateful="expand" in fields)
+    return _Sizes(
+        heads=heads, kv_heads=kv_heads, degree=degree, experts=experts, expand=expand, stateful="expand" in fields
+    )

@@ -105,7 +105,7 @@ class _Description:
         if group is not None:
             for layer in first.values():
                 if layer.rules:
-                    split(layer, TensorGroup(group=group))
+                    split(layer, layer.rules, TensorGroup(group=group))
         traced: dict[str, _Traced] = {}
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, _named_failures(type(self._model).__name__):
             _give_values(first.values())

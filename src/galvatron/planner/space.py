@@ -12,9 +12,12 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
+from galvatron.core.spec import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
 
 __all__ = [
+    "EXPERTS_1",
+    "EXPERTS_2",
+    "EXPERT_RULES",
     "EXTENDED",
     "PAPER",
     "RULES",
@@ -61,6 +64,18 @@ TAKEAWAY_3 = Rule(
     forbids=lambda strategy: strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1,
 )
 RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)
+EXPERTS_1 = Rule(
+    "experts-1",
+    "DP of the experts is their outermost axis: it communicates once an iteration, so it takes the slowest links.",
+    forbids=lambda strategy: Kind.DP in {axis.kind for axis in strategy.experts[1:]},
+)
+EXPERTS_2 = Rule(
+    "experts-2",
+    "TP of the experts is that of the whole layer, or none.",
+    forbids=lambda strategy: strategy.expert_factors(Kind.TP) not in (frozenset(), strategy.factors(Kind.TP)),
+)
+EXPERT_RULES = (EXPERTS_1, EXPERTS_2)
+"""How the axes of experts are pruned; they hold in every space."""
 
 
 @lru_cache(maxsize=4096)
@@ -75,17 +90,18 @@ def pipeline_degrees(devices: int) -> tuple[int, ...]:
     return divisors(devices)
 
 
-def tree(devices: int, kinds: Iterable[Kind] = tuple(Kind)) -> tuple[Strategy, ...]:
+def tree(devices: int, kinds: Iterable[Kind] = DENSE_KINDS) -> tuple[Strategy, ...]:
     """All paths of the decision tree for a stage of this many devices, without any flag."""
     if devices == 1:
         return (Strategy(),)
-    kinds = tuple(kinds)
-    return tuple(
-        Strategy(tuple(Axis(kind, degree) for kind, degree in zip(order, degrees, strict=True)))
-        for depth in range(1, len(kinds) + 1)
-        for order in permutations(kinds, depth)
-        for degrees in _ordered_factors(devices, depth)
-    )
+    return tuple(Strategy(axes) for axes in _paths(devices, tuple(kinds)))
+
+
+def _paths(devices: int, kinds: tuple[Kind, ...]) -> Iterator[tuple[Axis, ...]]:
+    for depth in range(1, len(kinds) + 1):
+        for order in permutations(kinds, depth):
+            for degrees in _ordered_factors(devices, depth):
+                yield tuple(Axis(kind, degree) for kind, degree in zip(order, degrees, strict=True))
 
 
 def _ordered_factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -135,15 +151,46 @@ class Space:
             return (2,)
         return pipeline_degrees(devices)
 
-    def strategies(self, devices: int) -> tuple[Strategy, ...]:
-        """Candidates for a layer in a stage of this many devices."""
+    @property
+    def has_experts(self) -> bool:
+        """Whether the experts of a layer may have axes of their own."""
+        return self.switches.expert_parallel and Kind.EP in self.kinds
+
+    def strategies(self, devices: int, *, experts: bool = False) -> tuple[Strategy, ...]:
+        """Candidates for a layer in a stage of this many devices.
+
+        ``experts``: for a layer that has them; each candidate comes without and with each choice of axes for them.
+        """
+        candidates = self._dense(devices)
+        if not experts:
+            return candidates
+        together = (replace(each, experts=own) for each in candidates for own in self.expert_axes(devices))
+        return (*candidates, *(each for each in together if not _forbidden(each)))
+
+    def expert_axes(self, devices: int) -> tuple[tuple[Axis, ...], ...]:
+        """Axes that experts may have of their own; a strategy takes those whose TP is its own, and those without."""
+        if not self.has_experts or devices == 1:
+            return ()
+        paths = _paths(devices, tuple(kind for kind in (Kind.EP, *DENSE_KINDS) if kind in self.kinds))
+        return tuple(
+            axes
+            for axes in paths
+            if Kind.EP in {axis.kind for axis in axes}
+            and Kind.DP not in {axis.kind for axis in axes[1:]}
+            and self._allows(axes)
+        )
+
+    def _allows(self, axes: tuple[Axis, ...]) -> bool:
+        """Whether no rule forbids these axes."""
+        return self.switches.hybrid_sharding or not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(Strategy(axes)))
+
+    def _dense(self, devices: int) -> tuple[Strategy, ...]:
         if self.fixed:
             data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
             paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
         else:
-            paths = tree(devices, [kind for kind in Kind if kind in self.kinds])
-        if not self.switches.hybrid_sharding:
-            paths = tuple(path for path in paths if not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(path)))
+            paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
+        paths = tuple(path for path in paths if self._allows(path.axes))
         return tuple(flagged for path in paths for flagged in self._flagged(path))
 
     def _flagged(self, path: Strategy) -> list[Strategy]:
@@ -155,16 +202,26 @@ class Space:
             if getattr(self.switches, switch.name) and switch.space_needs <= self.kinds and switch.possible(kinds)
         ]
         choices = product((False, True), repeat=len(usable))
-        return [Strategy(path.axes, **dict(zip(usable, choice, strict=True))) for choice in choices]
+        return [Strategy(path.axes, (), **dict(zip(usable, choice, strict=True))) for choice in choices]
+
+
+def _forbidden(strategy: Strategy) -> bool:
+    return any(rule.forbids is not None and rule.forbids(strategy) for rule in EXPERT_RULES)
 
 
 SPACES = (
-    Space(name="full", title="every combination of DP, SDP, TP and PP"),
+    Space(name="full", title="every combination of DP, SDP, TP, EP and PP"),
     Space(name="dp", title="data parallelism on all devices", kinds=frozenset({Kind.DP}), pipeline="none"),
     Space(name="tp", title="tensor parallelism on all devices", kinds=frozenset({Kind.TP}), pipeline="none"),
-    Space(name="pp", title="one device a pipeline stage", pipeline="all"),
+    Space(name="pp", title="one device a pipeline stage", kinds=frozenset(DENSE_KINDS), pipeline="all"),
     Space(name="sdp", title="sharded data parallelism on all devices", kinds=frozenset({Kind.SDP}), pipeline="none"),
-    Space(name="3d", title="2-way PP over DP over 2-way TP, everywhere", pipeline="two", fixed=True),
+    Space(
+        name="3d",
+        title="2-way PP over DP over 2-way TP, everywhere",
+        kinds=frozenset(DENSE_KINDS),
+        pipeline="two",
+        fixed=True,
+    ),
     Space(name="dp+tp", title="DP and TP, chosen layer by layer", kinds=frozenset({Kind.DP, Kind.TP}), pipeline="none"),
     Space(name="dp+pp", title="DP inside pipeline stages", kinds=frozenset({Kind.DP})),
 )

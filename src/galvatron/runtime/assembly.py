@@ -11,28 +11,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from galvatron.core.spec import Factor, Kind, Strategy, degree_of
+from galvatron.core.spec import Kind, Strategy
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
+from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
-from galvatron.runtime.data_parallel.sharded import ShardedUnit, ShardGroups, local_part, prefetch, shard, shard_root
+from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.layout.groups import (
-    GroupPool,
-    Position,
-    StagePlan,
-    coordinate,
-    layer_groups,
-    ranks_along,
-    tie_group,
-)
+from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
+from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, coordinate, layer_groups, tie_group
 from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
 from galvatron.runtime.pipeline.stage import Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
 from galvatron.runtime.settings import ComputeSettings
-from galvatron.runtime.tensor_parallel.split import SplitParameters, TensorGroup, split
+from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 from galvatron.runtime.tied.in_stage import SplitRowsOf, attach_tied, resplit
 
 __all__ = ["Assembly", "RankStage", "assemble"]
@@ -67,16 +61,9 @@ def assemble(
 
 
 @dataclass(kw_only=True)
-class _Part:
+class _Part(FilledLayer):
     """A layer on its way into the stage."""
 
-    index: int
-    layer: Layer
-    strategy: Strategy
-    splits: dict[str, TensorSplit]
-    partial: frozenset[str]
-    tensor: TensorGroup | None
-    stage_layer: StageLayer
     values: dict[str, Tensor]
     """Whole values of its parameters."""
 
@@ -88,7 +75,9 @@ class _Assembler:
         self.layered, self.pool, self.settings = layered, pool, settings
         self.plan, self.stages, self.assignments = rank_stage.plan, rank_stage.stages, rank_stage.assignments
         self.position = Position(self.plan.ranks, rank_stage.rank)
+        self.maker = UnitMaker(pool, self.position, settings)
         self.units: list[Unit] = []
+        self.layer_units: list[LayerUnits] = []
         self.owners: dict[int, LocalParameter] = {}
         self._tied: dict[int, Callable[[_Part], Callable[[], Tensor]]] = {}
         self._prepare: dict[int, Callable[[], None]] = {}
@@ -104,10 +93,10 @@ class _Assembler:
             before = strategy
         stage = Stage(stage_layers, self.assignments.numbers, changes)
         stage.train()
-        sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
-        if sharded:
-            shard_root(stage, sharded, self.settings.device.type)
-            prefetch(sharded)
+        sharded = [[unit for unit in own.units if isinstance(unit, ShardedUnit)] for own in self.layer_units]
+        if any(sharded):
+            shard_root(stage, [unit for own in sharded for unit in own], self.settings.device.type)
+            prefetch([own for own in sharded if own])
         return Assembly(stage=stage, units=self.units, owners=self.owners)
 
     def _stage_layer(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> StageLayer:
@@ -116,14 +105,15 @@ class _Assembler:
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)
         stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
-        done = split(layer, tensor, shared) if tensor is not None and layer.rules else SplitParameters(splits={})
+        splits, partial = self._split(layer, strategy, tensor, shared)
         part = _Part(
-            index=index, layer=layer, strategy=strategy, splits=done.splits, partial=done.partial, tensor=tensor,
-            stage_layer=stage_layer, values=values,
+            index=index, layer=layer, strategy=strategy, stage_layer=stage_layer, tensor=tensor, splits=splits,
+            partial=partial, used_later=self._used_later(index), values=values,
+            shapes={name: tuple(value.shape) for name, value in values.items()},
         )  # fmt: skip
         self._attach_tied(part)
         self._fill(part)
-        self._make_unit(part)
+        self._make_units(part)
         return stage_layer
 
     # Who computes what
@@ -137,6 +127,32 @@ class _Assembler:
             sequence=strategy.sequence_parallel,
             on_enter=randomness.inside if randomness is not None else None,
             on_leave=randomness.outside if randomness is not None else None,
+        )
+
+    def _split(
+        self, layer: Layer, strategy: Strategy, tensor: TensorGroup | None, shared: frozenset[str]
+    ) -> tuple[dict[str, tuple[TensorSplit, ...]], frozenset[str]]:
+        """How each parameter is split, and of which whole ones TP ranks have partial gradients."""
+        splits: dict[str, tuple[TensorSplit, ...]] = {}
+        partial: frozenset[str] = frozenset()
+        apart = layer.experts if strategy.experts else None
+        rules = [rule for rule in layer.rules if apart is None or not in_experts(rule, apart)]
+        if tensor is not None and rules:
+            done = split(layer, rules, tensor, shared)
+            splits, partial = {name: (own,) for name, own in done.splits.items()}, done.partial
+        if apart is not None:
+            splits |= divide(layer, apart, self._expert_groups(strategy))
+        return splits, partial
+
+    def _expert_groups(self, strategy: Strategy) -> ExpertGroups:
+        groups = layer_groups(self.position, strategy)
+        dispatch = self.pool.group(groups.dispatch)
+        assert dispatch is not None
+        return ExpertGroups(
+            dispatch=dispatch,
+            tensor=self.pool.group(groups.expert_tensor),
+            # With sequence parallelism they hold different tokens already.
+            slices=None if strategy.sequence_parallel else self.pool.group(groups.token_slices),
         )
 
     def _randomness(self, index: int, layer: Layer, strategy: Strategy) -> LayerRandomness | None:
@@ -215,7 +231,7 @@ class _Assembler:
             primary=self.position.index == 0 and stages[0] is self.plan,
             counted=stages[0] is self.plan,
         )
-        work = self._working(master)
+        work = self.maker.working(master)
         group = self.pool.group(tie_group(stages))
         self.units.append(ReplicatedUnit([(local, work)], group, masters=work is not master))
         self.owners[number] = local
@@ -230,89 +246,22 @@ class _Assembler:
     def _fill(self, part: _Part) -> None:
         """Give every parameter this rank's part of its value, and move buffers to the device."""
         for name, parameter in list(part.layer.named_parameters()):
-            shard = ParameterShard(tuple(part.values[name].shape), part.splits.get(name))
-            value = shard.take(part.values[name]).to(self.settings.device, self.settings.master_dtype, copy=True)
-            _set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            value = part.shard(name).take(part.values[name])
+            value = value.to(self.settings.device, self.settings.master_dtype, copy=True)
+            set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
         part.layer.to(self.settings.device)
 
-    def _make_unit(self, part: _Part) -> None:
-        strategy = part.strategy
-        if strategy.sharding_factors and any(True for _ in part.layer.parameters()):
-            locals_ = self._shard(part, strategy.sharding_factors)
-        else:
-            locals_ = self._replicate(part)
+    def _make_units(self, part: _Part) -> None:
+        made = self.maker.make(part)
+        self.units += made.units
+        self.layer_units.append(made)
         for number, tie, use in self._ties(part.index):
             if not tie.small and number not in self._tied:
-                self._own(number, tie, use, part, locals_[use.name])
+                self._own(number, tie, use, part, made)
 
-    def _replicate(self, part: _Part) -> dict[str, LocalParameter]:
-        pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
-        for name, parameter in list(part.layer.named_parameters()):
-            work = self._working(parameter)
-            if work is not parameter:
-                _set_everywhere(part.layer, parameter, work)
-            pairs[name] = (self._local(part, name, parameter, frozenset(), None), work)
-        group = self.pool.group(layer_groups(self.position, part.strategy).data)
-        narrow = self.settings.dtype != self.settings.master_dtype
-        self.units.append(ReplicatedUnit(list(pairs.values()), group, masters=narrow))
-        return {name: local for name, (local, _) in pairs.items()}
-
-    def _working(self, master: nn.Parameter) -> nn.Parameter:
-        if self.settings.dtype == self.settings.master_dtype:
-            return master
-        return nn.Parameter(master.detach().to(self.settings.dtype), requires_grad=master.requires_grad)
-
-    def _shard(self, part: _Part, factors: frozenset[Factor]) -> dict[str, LocalParameter]:
-        strategy, used_later = part.strategy, self._used_later(part.index)
-        groups = self._shard_groups(strategy)
-        heights = {name: parameter.shape[0] for name, parameter in part.layer.named_parameters()}
-        shard(
-            part.stage_layer,
-            groups,
-            self.settings.device.type,
-            self.settings.dtype,
-            reshard=not (strategy.zero2 or used_later),
-        )
-        place, degree = coordinate(self.position.index, factors), degree_of(factors)
-        pairs: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
-        for name, parameter in part.layer.named_parameters():
-            rows = part_of(heights[name], place, degree)
-            master = nn.Parameter(local_part(parameter.detach()), requires_grad=parameter.requires_grad)
-            pairs[name] = (self._local(part, name, master, factors, rows), parameter)
-        self.units.append(ShardedUnit(part.stage_layer, groups, list(pairs.values()), zero2=strategy.zero2))
-        return {name: local for name, (local, _) in pairs.items()}
-
-    def _shard_groups(self, strategy: Strategy) -> ShardGroups:
-        groups = layer_groups(self.position, strategy)
-        group, replicate = self.pool.group(groups.shard), self.pool.group(groups.data)
-        assert group is not None
-        if replicate is None or strategy.zero2:
-            return ShardGroups(shard=group)
-        ranks = self.plan.ranks
-        replicas = [layer_groups(Position(ranks, peer), strategy).shard.ranks for peer in groups.data.ranks]
-        return ShardGroups(shard=group, replicate=replicate, ranks=tuple(replicas))
-
-    def _local(
-        self, part: _Part, name: str, master: nn.Parameter, factors: frozenset[Factor], rows: range | None
-    ) -> LocalParameter:
-        layered = part.splits.get(name)
-        divided = factors | (part.strategy.factors(Kind.TP) if layered is not None else frozenset())
-        parts = degree_of(divided)
-        others = part.strategy.factors(*Kind) - divided
-        sequence = part.strategy.sequence_parallel and layered is None and part.layer.rules
-        partial = part.tensor is not None and (sequence or name in part.partial)
-        return LocalParameter(
-            name=part.layer.stock_name(name),
-            shard=ParameterShard(tuple(part.values[name].shape), layered, rows),
-            master=master,
-            replicas=len(self.plan.ranks) // parts,
-            holders=ranks_along(self.position, others),
-            primary=coordinate(self.position.index, others) == 0,
-            summed_over=part.tensor.group if partial and part.tensor is not None else None,
-        )
-
-    def _own(self, number: int, tie: Tie, use: Use, part: _Part, local: LocalParameter) -> None:
+    def _own(self, number: int, tie: Tie, use: Use, part: _Part, made: LayerUnits) -> None:
         """The first user in a stage owns the stage's copy of a tied weight, and the others use it."""
+        local = made.locals[use.name]
         local.name = self._stock_name(tie)
         local.counted = self._stages_of(tie)[0] is self.plan
         local.primary = local.primary and local.counted
@@ -327,19 +276,11 @@ class _Assembler:
             return lambda: resplit(getattr(owner, name), height, source, target)
 
         self._tied[number] = tied_to
-        unit = self.units[-1]
-        if isinstance(unit, ShardedUnit):
-            self._prepare[number] = unit.gather
+        if isinstance(made.rest, ShardedUnit):
+            self._prepare[number] = made.rest.gather
 
     def _split_rows(self, part: _Part, name: str) -> SplitRowsOf:
         if part.tensor is None:
             return SplitRowsOf(None, (), split=False)
         ranks = layer_groups(self.position, part.strategy).tensor.ranks
         return SplitRowsOf(part.tensor.group, ranks, split=name in part.splits)
-
-
-def _set_everywhere(layer: Layer, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter under each of its names."""
-    for module in layer.modules():
-        for name in [key for key, value in module._parameters.items() if value is old]:
-            setattr(module, name, new)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import LayeredModel
 from galvatron.planner.plan.plan import Plan
+from galvatron.runtime.experts.checks import check_experts
 
 __all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
 
@@ -60,7 +60,9 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
     for number, stage in enumerate(plan.stages):
         for place, layer in enumerate(stage.layers):
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
-            _check_degree(ours[layer.layer], field, Strategy.parse(layer.strategy))
+            strategy = Strategy.parse(layer.strategy)
+            _check_degree(ours[layer.layer], field, strategy)
+            check_experts(layered, layer.index, field, strategy)
 
 
 def _at(kinds: list[str], place: int) -> str:
@@ -68,14 +70,25 @@ def _at(kinds: list[str], place: int) -> str:
 
 
 def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
-    """The model's own layers: from its configuration where the planner knows the family, else counted."""
+    """The model's own layers: from its configuration where the planner knows the family, else counted, as far as
+    running them takes: of sizes and work nothing."""
     config: Any = getattr(layered.model, "config", None)
     if not isinstance(layered, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
         return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
     planned = {kind.name: kind for kind in plan.model.kinds}
     counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
-    return tuple(replace(planned[name], parameters=count) for name, count in counts.items())
+    return tuple(
+        LayerSpec(
+            name=name,
+            parameters=count,
+            forward_flops=0,
+            split_activation_bytes=0,
+            boundary_bytes=0,
+            tensor_parallel=planned[name].tensor_parallel,
+        )
+        for name, count in counts.items()
+    )
 
 
 def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "maximum",
     "reduce_scatter",
     "reduce_scatter_into",
@@ -82,6 +83,14 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the group, of which each rank keeps its part of the first dim."""
     return ReduceScatter(tensor, group).result()
+
+
+def all_to_all(tensor: Tensor, sent: list[int] | None, received: list[int] | None, group: ProcessGroup) -> Tensor:
+    """So many rows for each rank of the group, and from each, in the order of ranks; None: as many for all."""
+    rows = len(tensor) if received is None else sum(received)
+    result = tensor.new_empty((rows, *tensor.shape[1:]))
+    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+    return result
 
 
 def maximum(tensor: Tensor, group: ProcessGroup) -> Tensor:

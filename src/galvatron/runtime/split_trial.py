@@ -74,7 +74,7 @@ def _under_tensor_parallelism(
 
 def _put_together(shares: Sequence[_Share]) -> Iterator[tuple[str, Tensor]]:
     for name, (shard, gradient) in shares[0].gradients.items():
-        if shard.split is None:
+        if not shard.splits:
             yield name, gradient
             continue
         whole = torch.zeros(shard.shape)
@@ -98,10 +98,12 @@ class _Rank:
         values = [weights.tensors(index) for index in range(len(layered.layers))]
         for layer, own, divided in zip(layered.layers, values, self._divided, strict=True):
             done = (
-                split(layer, TensorGroup(group=group, sequence=divided)) if layer.rules else SplitParameters(splits={})
+                split(layer, layer.rules, TensorGroup(group=group, sequence=divided))
+                if layer.rules
+                else SplitParameters(splits={})
             )
             for name, parameter in list(layer.named_parameters()):
-                shard = ParameterShard(tuple(own[name].shape), done.splits.get(name))
+                shard = ParameterShard(tuple(own[name].shape), _splits(done, name))
                 _set(layer, parameter, nn.Parameter(shard.take(own[name]).clone()))
             self._done.append(done)
             self._shapes.append({name: tuple(value.shape) for name, value in own.items()})
@@ -133,8 +135,8 @@ class _Rank:
             tied = {use.name: owner for use, owner in owners.items() if use.layer == index}
             for name, parameter in layer.named_parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                cut: TensorSplit | None = self._done[index].splits.get(name)
-                if cut is None and (self._divided[index] or name in self._done[index].partial):
+                cut = _splits(self._done[index], name)
+                if not cut and (self._divided[index] or name in self._done[index].partial):
                     self._group.allreduce([gradient])
                 owner = tied.get(name)
                 stock = layer if owner is None else self._layered.layers[owner.layer]
@@ -144,6 +146,10 @@ class _Rank:
                     gradient = found[key][1] + gradient
                 found[key] = shard, gradient
         return found
+
+
+def _splits(done: SplitParameters, name: str) -> tuple[TensorSplit, ...]:
+    return (done.splits[name],) if name in done.splits else ()
 
 
 def _set(layer: Any, old: nn.Parameter, new: nn.Parameter) -> None:

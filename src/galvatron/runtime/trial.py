@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Kind, Precision, Strategy, Training, factor_by_factor
+from galvatron.core.spec import Kind, Precision, Strategy, Training, degree_of, factor_by_factor
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction, shortened
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
@@ -54,10 +54,11 @@ def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunc
     """The tiny copy, or the model itself if it is small; raises :class:`NotChecked` where neither will do."""
     reasons = []
     degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
+    experts = math.lcm(*(degree_of(strategy.expert_factors(Kind.EP)) for strategy in _strategies(plan)))
     for tiny in (True, False):
         try:
             training = plan.model.training
-            trial_model = tiny_copy(model, degree, training) if tiny else _itself(model, training)
+            trial_model = tiny_copy(model, degree, training, experts=experts) if tiny else _itself(model, training)
             small = _shortened(example, _length(plan)) if tiny else example
             return _prepared(trial_model, plan, small, loss)
         except NotChecked as reason:
@@ -68,12 +69,12 @@ def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunc
     raise NotChecked("; ".join(reasons))
 
 
-def tiny_copy(model: Any, degree: int, training: Training) -> nn.Module:
-    """A tiny stock model of the same architecture with weights that hide nothing, which ``degree`` ranks of TP divide;
-    raises :class:`NotChecked` if there is none."""
+def tiny_copy(model: Any, degree: int, training: Training, *, experts: int = 1) -> nn.Module:
+    """A tiny stock model of the same architecture with weights that hide nothing, which ``degree`` ranks of TP
+    and so many of EP divide; raises :class:`NotChecked` if there is none."""
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
-    return random_model(type(model), tiny_config(model.config, degree=degree), training)
+    return random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
 
 
 def _itself(model: Any, training: Training) -> nn.Module:

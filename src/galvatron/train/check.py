@@ -139,8 +139,10 @@ class _Job:
             return [self._verdict(self.name, self.plan, peers)]
         facts = facts_of(layered, _training(self.config, self.as_named), self.name)
         layers, split = facts.spec().layers, [bool(layer.rules) for layer in layered.layers]
+        experts = [layer.experts.count if layer.experts else 0 for layer in layered.layers]
+        examples = [*_examples(self.devices, layers, split), *_with_experts(self.devices, layers, split, experts)]
         verdicts = []
-        for name, stages in _examples(self.devices, layers, split):
+        for name, stages in examples:
             if isinstance(stages, str):
                 verdicts.append(Verdict(name=name, equal=None, reason=stages))
             else:
@@ -216,8 +218,7 @@ def _with_tensor_parallelism(
     if not able:
         yield "TP", "none of its layers can be split"
         return
-    degrees = [degree for degree in range(devices, 1, -1) if devices % degree == 0]
-    degree = next((each for each in degrees if all(layer.allows_tensor_parallel(each) for layer in able)), None)
+    degree = _tensor_degree(devices, able)
     if degree is None:
         heads = sorted({n for layer in able if layer.tensor_parallel for n in layer.tensor_parallel.divides})
         yield "TP", f"no degree from 2 to {devices} divides the processes and its {' and '.join(map(str, heads))} heads"
@@ -239,3 +240,42 @@ def _with_tensor_parallelism(
         yield "TP, sequence parallel", "what its split parts leave whole cannot be divided along the sequence"
     sharded = f"sdp{outer}tp{degree}+rc" if outer else f"tp{degree}+rc"
     yield "DP, SDP and TP mixed", [stage(tensor, f"sdp{devices}", sharded, f"dp{devices}")]
+
+
+def _degrees(devices: int) -> list[int]:
+    return [degree for degree in range(devices, 1, -1) if devices % degree == 0]
+
+
+def _tensor_degree(devices: int, layers: Sequence[LayerSpec]) -> int | None:
+    """The highest that all these layers allow."""
+    allowed = (each for each in _degrees(devices) if all(layer.allows_tensor_parallel(each) for layer in layers))
+    return next(allowed, None)
+
+
+def _with_experts(
+    devices: int, layers: Sequence[LayerSpec], split: Sequence[bool], experts: Sequence[int]
+) -> Iterator[tuple[str, _Stages | str]]:
+    """With the highest degree that divides the experts; ``experts``: how many each layer has."""
+    counts = [count for count in experts if count]
+    if not counts or devices == 1:
+        return
+    degree = next((each for each in _degrees(devices) if not any(count % each for count in counts)), None)
+    if degree is None:
+        yield "EP", f"no degree from 2 to {devices} divides the processes and its {max(counts)} experts"
+        return
+
+    def stage(axes: str, kind: str, flag: str = "") -> list[str]:
+        rest = f"{kind}{devices // degree}-" if devices > degree else ""
+        return [f"{axes}/{rest}ep{degree}{flag}" if count else f"dp{devices}" for count in experts]
+
+    yield "EP", [stage(f"dp{devices}", "dp")]
+    if degree % 2 == 0 and degree > 2:
+        half = f"sdp{devices}/sdp{2 * devices // degree}-ep{degree // 2}+rc"
+        yield "EP over SDP, recompute", [[half if count else f"sdp{devices}" for count in experts]]
+    else:
+        yield "EP over SDP, recompute", [stage(f"sdp{devices}", "sdp", "+rc")]
+    able = [layer for layer, can, count in zip(layers, split, experts, strict=True) if can and count]
+    tensor = _tensor_degree(devices, able) if able else None
+    if tensor is not None:
+        axes = f"dp{devices // tensor}-tp{tensor}" if tensor < devices else f"tp{tensor}"
+        yield "EP beside TP", [stage(axes, "dp")]

@@ -10,7 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Cluster, Device, Factor, Factors, Kind, Level, Precision, Strategy, prime_factors
+from galvatron.core.spec import (
+    RINGS,
+    Cluster,
+    Collective,
+    Device,
+    Factor,
+    Factors,
+    Kind,
+    Level,
+    Link,
+    MeasuredGroup,
+    Precision,
+    Strategy,
+    prime_factors,
+)
 
 FAST, SLOW = 100.0, 10.0
 
@@ -244,3 +258,68 @@ def test_the_least_budget_is_just_enough(tensors: int, reserved: int, fragmentat
     budget = some.least_budget(tensors)
     assert some.tensor_bytes(budget) >= tensors
     assert some.tensor_bytes(budget - 2) < tensors or not tensors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shared", "lanes"),
+    [
+        ("dp2-tp8/dp2-ep8", FAST, FAST),  # inside a node each device has its lane
+        # {i, i + 8}: all that is sent leaves the node, through an eighth of its link or through a lane.
+        ("dp2-tp8/ep2-sdp8", SLOW / 8, SLOW),
+        # All 16: of 15 parts 8 leave the node.
+        ("dp16/ep16", SLOW / 8 * 15 / 8, SLOW * 15 / 8),
+        # {0, 2, …, 14}: of 7 parts 4 leave; two such groups share the link, and 8 devices send.
+        ("dp16/ep8-dp2", SLOW / 8 * 7 / 4, SLOW * 7 / 4),
+    ],
+)
+def test_an_all_to_all_on_two_nodes_of_eight(strategy: str, shared: float, lanes: float) -> None:
+    """By the levels: the slowest of what leaves devices (FAST) and what leaves nodes; a ring would pass each once."""
+    group = Strategy.parse(strategy).expert_factors(Kind.EP)
+    for where, expected in ((TWO_NODES_SHARED, shared), (TWO_NODES_RAILS, lanes)):
+        found = where.link(group, Collective.ALL_TO_ALL)
+        assert found.bytes_per_s == pytest.approx(min(expected, FAST))
+        assert found.latency_s == where.link(group).latency_s, "of one pass"
+
+
+@given(st.sampled_from([(4, 2), (2, 4), (2, 2, 2), (2, 3), (3, 2), (6, 2), (4, 3)]), st.data())
+def test_an_all_to_all_takes_as_long_as_its_slowest_link(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Against a count of all bytes: each device sends each other member of its group a byte of g."""
+    levels = [(units, data.draw(st.sampled_from([7.0, 20.0, 100.0])), data.draw(st.booleans())) for units in shape]
+    some = cluster(*levels)
+    primes = prime_factors(some.devices)
+    strides = [math.prod(primes[place + 1 :]) for place in range(len(primes))]
+    factors = [Factor(stride, prime) for stride, prime in zip(strides, primes, strict=True)]
+    group = frozenset(data.draw(st.sets(st.sampled_from(factors), min_size=1)))
+    size = math.prod(factor.size for factor in group)
+    slowest, unit = 0.0, 1
+
+    def first(rank: int) -> int:
+        return rank - sum(rank // factor.stride % factor.size * factor.stride for factor in group)
+
+    for units, bytes_per_s, shared in levels:
+        leaving = [0] * some.devices
+        for one in range(some.devices):
+            for other in range(some.devices):
+                leaving[one] += first(one) == first(other) and one // unit != other // unit
+        for begin in range(0, some.devices, unit):
+            here = leaving[begin : begin + unit]
+            # A shared link gives each device that leaves an equal part, so the one that sends most is last.
+            slowest = max(slowest, max(here) * (sum(map(bool, here)) if shared else 1) / bytes_per_s)
+        unit *= units
+    assert (size - 1) / some.link(group, Collective.ALL_TO_ALL).bytes_per_s == pytest.approx(slowest)
+
+
+def test_a_measured_all_to_all_is_preferred_and_one_that_was_not_follows_from_the_levels() -> None:
+    group = MeasuredGroup(
+        ranks=(0, 1),
+        **{f"{name}_{unit}": 3.0 for name in RINGS for unit in ("bytes_per_s", "latency_s")},
+    )
+    plain = cluster((2, FAST, False))
+    pair = Strategy.parse("dp2").factors(Kind.DP)
+    some = replace(plain, groups=(group,))
+    assert some.link(pair).bytes_per_s == 3.0
+    assert some.link(pair, Collective.ALL_TO_ALL).bytes_per_s == FAST
+    assert "all_to_all_bytes_per_s" not in some.to_dict()["groups"][0], "files and digests stay as they were"
+    measured = replace(some, groups=(replace(group, all_to_all_bytes_per_s=5.0, all_to_all_latency_s=0.5),))
+    assert measured.link(pair, Collective.ALL_TO_ALL) == Link(5.0, 0.5)
+    assert measured.digest != some.digest

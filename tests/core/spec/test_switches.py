@@ -53,6 +53,14 @@ def test_an_option_that_does_not_exist_is_not_dropped() -> None:
         cast("Any", galvatron.plan)("bert-base", "titan-rtx-8", recomputing=True)
 
 
+def test_expert_parallelism_needs_a_space_with_ep() -> None:
+    with pytest.raises(InvalidInput, match="--expert-parallel needs EP, which space 'dp\\+tp' does not hold"):
+        galvatron.plan("bert-base", "titan-rtx-8", space="dp+tp", expert_parallel=True)
+    off = galvatron.plan("bert-base", "titan-rtx-8", batch=8, expert_parallel=False)
+    assert off == galvatron.plan("bert-base", "titan-rtx-8", batch=8), "a model without experts has no use for it"
+    assert not off.space.expert_parallel
+
+
 @pytest.mark.parametrize("name", ["zero2", "hybrid_sharding"])
 def test_a_space_without_use_for_a_switch_refuses_it(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"--{name.replace('_', '-')} needs both DP and SDP, which space 'dp'"):

@@ -37,7 +37,7 @@ def test_memory_grows_with_the_sides_of_the_largest_matrix_only() -> None:
 def test_a_ranks_part_is_an_ordinary_tensor_of_varied_numbers() -> None:
     weights, _ = _weights(64)
     whole = weights.tensors(1)["block.intermediate.dense.weight"]
-    shard = ParameterShard(tuple(whole.shape), TensorSplit(dim=0, index=1, degree=2))
+    shard = ParameterShard(tuple(whole.shape), (TensorSplit(dim=0, index=1, degree=2),))
     part = shard.take(whole).to("cpu", torch.float32, copy=True)
     assert part.is_contiguous()
     assert part.untyped_storage().nbytes() == part.numel() * 4

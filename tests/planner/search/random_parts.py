@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from galvatron.core.spec import Cluster, Device, Kind, LayerSpec, Level, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import (
+    Cluster,
+    Device,
+    Experts,
+    Kind,
+    LayerSpec,
+    Level,
+    ModelSpec,
+    Precision,
+    TensorParallel,
+    Training,
+)
 from galvatron.planner.space import Space, Switches
 
 Rng = np.random.Generator
@@ -52,6 +65,37 @@ def random_model(rng: Rng, layers: int, scale: int) -> ModelSpec:
         layers=tuple(kinds[i] for i in order),
         training=Training(precision=Precision.BF16 if rng.random() < 0.3 else Precision.FP32),
     )
+
+
+def with_experts(rng: Rng, layer: LayerSpec) -> LayerSpec:
+    """The same layer with experts besides: many parameters, and a part of each other figure."""
+
+    def part(whole: int) -> int:
+        return int(whole * rng.choice([0.3, 0.8, 1.0]))
+
+    parameters = int(layer.parameters * rng.choice([0.5, 4.0, 16.0]))
+    experts = Experts(
+        count=int(rng.choice([2, 4, 6, 8, 16])),
+        parameters=parameters,
+        forward_flops=part(layer.forward_flops),
+        activation_bytes=part(layer.split_activation_bytes),
+        replicated_activation_bytes=part(layer.replicated_activation_bytes),
+        dispatch_bytes=int(layer.boundary_bytes * rng.choice([0.0, 0.1, 1.0])),
+        divides=((), (4,), (6, 8))[int(rng.integers(3))],
+        forward_collectives=int(rng.integers(0, 3)),
+        backward_collectives=int(rng.integers(0, 3)),
+        imbalance=float(rng.choice([1.0, 1.0, 1.25])),
+    )
+    return replace(layer, parameters=layer.parameters + parameters, experts=experts)
+
+
+def random_expert_model(rng: Rng, layers: int, scale: int) -> ModelSpec:
+    """Layers with experts, mostly with dense ones between them; now and then two kinds that have experts."""
+    plain = random_model(rng, layers, scale)
+    chosen = {kind.name: rng.random() < 0.6 for kind in plain.kinds}
+    chosen[plain.kinds[int(rng.integers(len(plain.kinds)))].name] = True
+    kinds = {kind.name: with_experts(rng, kind) if chosen[kind.name] else kind for kind in plain.kinds}
+    return replace(plain, layers=tuple(kinds[layer.name] for layer in plain.layers))
 
 
 def random_cluster(rng: Rng, devices: int) -> Cluster:
@@ -109,4 +153,16 @@ def random_space(rng: Rng) -> Space:
             hybrid_sharding=flags[3],
             accumulation=bool(rng.random() < 0.5),
         ),
+    )
+
+
+def random_expert_space(rng: Rng) -> Space:
+    """A space in which experts may have axes of their own."""
+    space = random_space(rng)
+    kinds = [{Kind.DP}, {Kind.SDP}, {Kind.DP, Kind.TP}, {Kind.SDP, Kind.TP}, {Kind.DP, Kind.SDP}]
+    return replace(
+        space,
+        kinds=frozenset({*kinds[int(rng.integers(len(kinds)))], Kind.EP}),
+        pipeline="none" if rng.random() < 0.6 else "any",
+        switches=replace(space.switches, expert_parallel=True),
     )

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 from moving_oracle import moves
-from random_parts import random_cluster, random_model, random_space
+from random_parts import random_cluster, random_expert_model, random_expert_space, random_model, random_space
 from tied_oracle import price, sharers, split_over
 
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B
@@ -137,7 +137,10 @@ def micro_batch_counts(problem: Problem, batch: int, degree: int) -> list[int]:
 
 
 def stage_costs(problem: Problem, degree: int) -> StageCosts:
-    return problem.cost.stage(problem.space.strategies(problem.cost.cluster.devices // degree), degree)
+    """All candidates, none of them thinned."""
+    experts = problem.cost.model.has_experts
+    strategies = problem.space.strategies(problem.cost.cluster.devices // degree, experts=experts)
+    return problem.cost.stage(strategies, degree)
 
 
 def stage_of(
@@ -249,11 +252,12 @@ def check_plan(problem: Problem, optimum: Optimum) -> int:
     assert positions[-1] == len(problem.cost.model.layers)
     assert len(positions) - 1 == len(stages) == degree
     costs = stage_costs(problem, degree)
+    numbers = {strategy: number for number, strategy in enumerate(costs.strategies)}
     peaks = []
-    for stage, solution in enumerate(stages):
+    for stage, (solution, chosen) in enumerate(zip(stages, optimum.strategies, strict=True)):
         begin, end = positions[stage], positions[stage + 1]
         ways = borrowing_stages(problem, costs, optimum.batch, optimum.micro_batches, degree, stage, begin, end)
-        outcomes = (evaluate(tables, solution.choice) for tables in ways)
+        outcomes = (evaluate(tables, [numbers[strategy] for strategy in chosen]) for tables in ways)
         time, peak = next(outcome for outcome in outcomes if outcome[0] < NEVER)  # the way its owner really splits
         assert time == solution.time
         assert peak <= problem.budget
@@ -303,6 +307,22 @@ def random_problem(rng: Rng, most_work: int, scales: Sequence[int] = (4, 30, 1_0
     )
 
 
+def random_expert_problem(rng: Rng, most_work: int) -> Problem:
+    """The same for models with experts, on 4 or 8 devices."""
+    while True:
+        problem = random_problem(rng, most_work)
+        devices = int(rng.choice([4, 8]))
+        space, layers = random_expert_space(rng), int(rng.integers(2, 6))
+        degrees = space.pipeline_degrees(devices)
+        strategies = max(len(space.strategies(devices // degree, experts=True)) for degree in degrees)
+        if strategies and _outcomes(strategies, layers) <= most_work:
+            break
+    model = random_expert_model(rng, layers, int(rng.choice([1_000, 3_000_000, 30_000_000])))
+    cost = replace(problem.cost, model=model, cluster=random_cluster(rng, devices))
+    batches = [(8,), (16,), (4, 24), (8, 16)][int(rng.integers(4))]  # most strategies can divide these
+    return replace(problem, cost=cost, space=space, batches=batches)
+
+
 def _outcomes(strategies: int, layers: int) -> int:
     """Multisets of strategies over the layers: how many outcomes enumeration meets at most, about."""
     count = 1
@@ -311,9 +331,9 @@ def _outcomes(strategies: int, layers: int) -> int:
     return count
 
 
-def limited(rng: Rng, problem: Problem) -> Problem:
+def limited(rng: Rng, problem: Problem, least: float = 0.25) -> Problem:
     """The same with a budget, mostly below what the fastest plan without a limit needs, so that memory decides."""
     optimum = search(problem)
     if optimum is None:
         return problem
-    return replace(problem, budget=int(check_plan(problem, optimum) * rng.uniform(0.25, 1.05)))
+    return replace(problem, budget=int(check_plan(problem, optimum) * rng.uniform(least, 1.05)))

@@ -10,13 +10,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-import scipy.sparse as sparse
 from longer import longer
-from scipy.optimize import Bounds, LinearConstraint, milp
 from search_oracles import binding_budget, brute_stage, enumerate_stage, evaluate, random_stage, stage_costs, stage_of
+from stage_program import CLUSTER, block, in_large_units, least_time_by_milp, rounded_up
 
-from galvatron.core.spec import GPIPE, Cluster, Device, LayerSpec, Level, ModelSpec, TensorParallel, Training
-from galvatron.planner.cost import GALVATRON, NEVER, CostModel, Integers
+from galvatron.core.spec import (
+    GPIPE,
+    ModelSpec,
+    Training,
+)
+from galvatron.planner.cost import GALVATRON, NEVER, CostModel
 from galvatron.planner.search import Problem, StageProblem, solve_stage
 from galvatron.planner.space import Space, Switches
 from table_search import solve_stage_by_table
@@ -200,45 +203,16 @@ def test_memory_that_every_strategy_needs_changes_nothing(trials: int) -> None:
 # ------------------------------------------------------------------------------------------ realistic large stages
 
 
-def _block(name: str, hidden: int, tokens: int, heads: int) -> LayerSpec:
-    return LayerSpec(
-        name=name,
-        parameters=12 * hidden * hidden + 13 * hidden,
-        replicated_parameters=9 * hidden,
-        forward_flops=24 * tokens * hidden * hidden,
-        split_activation_bytes=48 * tokens * hidden,
-        replicated_activation_bytes=16 * tokens * hidden,
-        boundary_bytes=4 * tokens * hidden,
-        transient_bytes=32 * tokens * hidden,
-        tensor_parallel=TensorParallel(
-            divides=(heads,), forward_collectives=2, backward_collectives=2, message_bytes=4 * tokens * hidden
-        ),
-    )
-
-
 _MODELS = {
-    "bert": [_block("encoder", 1280, 512, 16)] * 96,
-    "t5": [_block("encoder", 1024, 512, 16)] * 48 + [_block("decoder", 1024, 256, 16)] * 48,
+    "bert": [block("encoder", 1280, 512, 16)] * 96,
+    "t5": [block("encoder", 1024, 512, 16)] * 48 + [block("decoder", 1024, 256, 16)] * 48,
     "swin": [
-        *[_block("stage1", 320, 3136, 8)] * 2,
-        *[_block("stage2", 640, 784, 16)] * 2,
-        *[_block("stage3", 1280, 196, 32)] * 90,
-        *[_block("stage4", 2560, 49, 64)] * 2,
+        *[block("stage1", 320, 3136, 8)] * 2,
+        *[block("stage2", 640, 784, 16)] * 2,
+        *[block("stage3", 1280, 196, 32)] * 90,
+        *[block("stage4", 2560, 49, 64)] * 2,
     ],
 }
-_CLUSTER = Cluster(
-    name="pcie-8",
-    device=Device(
-        name="device",
-        memory_bytes=24 << 30,
-        memory_bytes_per_s=5e11,
-        fp32_flops_per_s=8e12,
-        layer_overhead_s=1e-4,
-    ),
-    levels=(Level(name="pcie", units=8, bytes_per_s=8e9, latency_s=2e-5, shared=True),),
-    reserved_bytes=1 << 30,
-    overlap_slowdown=1.3,
-)
 
 
 def _large_stage(name: str) -> StageProblem:
@@ -247,7 +221,7 @@ def _large_stage(name: str) -> StageProblem:
     layers = _MODELS[name]
     model = ModelSpec(name=name, family="custom", layers=tuple(layers), training=Training())
     problem = Problem(
-        cost=CostModel(model=model, cluster=_CLUSTER, conventions=GALVATRON),
+        cost=CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON),
         space=Space(name="full", title="", switches=Switches(recompute=True)),
         schedule=GPIPE,
         budget=0,
@@ -255,65 +229,7 @@ def _large_stage(name: str) -> StageProblem:
     )
     stage = stage_of(problem, stage_costs(problem, 1), 16, 1, 1, 0, 0, len(layers))
     assert stage.time.shape[1] == 22
-    return replace(
-        stage,
-        time=np.where(stage.time < NEVER, _rounded_up(stage.time, 1000), NEVER),
-        memory=_rounded_up(stage.memory, 1 << 20),
-        transient=_rounded_up(stage.transient, 1 << 20),
-        change=_rounded_up(stage.change, 1000),
-    )
-
-
-def _rounded_up(values: Integers, unit: int) -> Integers:
-    rounded: Integers = -(-values // unit)
-    return rounded
-
-
-def _least_time_by_milp(problem: StageProblem, budget: int) -> int | None:
-    """The same problem as an integer program for HiGHS.
-
-    x[l, s] chooses strategies, f[l, a, b] is the flow from layout a to b after layer l, θ the largest transient.
-    """
-    layers, strategies, layouts = len(problem.kinds), problem.time.shape[1], problem.change.shape[1]
-    usable = problem.time[problem.kinds] < NEVER
-    layer_cost = np.where(usable, problem.time[problem.kinds], 0)
-    layer_cost[0] += problem.entry[problem.layout_of]
-    layer_cost[-1] += problem.exit[problem.layout_of]
-    cost = np.concatenate([layer_cost.ravel(), problem.change[problem.kinds[:-1]].ravel(), [0]])
-    flows = (layers - 1) * layouts**2
-
-    member = np.zeros((layouts, strategies))
-    member[problem.layout_of, np.arange(strategies)] = 1
-    one_each = sparse.kron(sparse.eye(layers), np.ones((1, strategies)))
-    leaving = sparse.kron(sparse.eye(layers - 1), np.kron(np.eye(layouts), np.ones((1, layouts))))
-    entering = sparse.kron(sparse.eye(layers - 1), np.kron(np.ones((1, layouts)), np.eye(layouts)))
-    transients = sparse.block_diag([row[None] for row in problem.transient[problem.kinds]])
-    memory = problem.memory[problem.kinds].reshape(1, -1)
-
-    def rows(x: object, f: object | None, theta: float) -> object:
-        height = x.shape[0]  # type: ignore[attr-defined]
-        blank = sparse.csr_matrix((height, flows))
-        return sparse.hstack([x, blank if f is None else f, np.full((height, 1), theta)]).tocsr()
-
-    constraints = [
-        LinearConstraint(rows(one_each, None, 0), 1, 1),
-        LinearConstraint(rows(sparse.kron(sparse.eye(layers - 1, layers), -member), leaving, 0), 0, 0),
-        LinearConstraint(rows(sparse.kron(sparse.eye(layers - 1, layers, k=1), -member), entering, 0), 0, 0),
-        LinearConstraint(rows(transients, None, -1), -np.inf, 0),
-        LinearConstraint(rows(memory, None, 1), -np.inf, budget),
-    ]
-    upper = np.concatenate([usable.ravel(), np.ones(flows), [np.inf]])
-    integral = np.concatenate([np.ones(usable.size), np.zeros(flows + 1)])
-    options = {"mip_rel_gap": 0.0}
-    result = milp(cost, integrality=integral, bounds=Bounds(0, upper), constraints=constraints, options=options)
-    if result.status == 2:  # infeasible
-        return None
-    assert result.status == 0, result.message
-    chosen = np.asarray(result.x[: usable.size]).reshape(usable.shape).argmax(axis=1)
-    time, peak = evaluate(problem, chosen.tolist())
-    assert peak <= budget
-    assert abs(time - result.fun) < 0.01
-    return time
+    return in_large_units(stage)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +248,7 @@ def test_equals_an_integer_program_on_96_layers(name: str, budget_gib: int) -> N
     """Budgets for which HiGHS proves its optimum in seconds, or in minutes; the first has no solution."""
     stage = _large_stage(name)
     budget = budget_gib << 10
-    assert solved_time(stage, budget) == _least_time_by_milp(stage, budget)
+    assert solved_time(stage, budget) == least_time_by_milp(stage, budget)
 
 
 @pytest.mark.parametrize(("name", "budget_gib"), [("bert", 8), longer("swin", 8)])
@@ -341,7 +257,7 @@ def test_equals_the_table_on_96_layers(name: str, budget_gib: int) -> None:
     stage = _large_stage(name)
     budget = budget_gib << 10
     # The table takes a second for each θ, so only a few are left: the transients in steps of 256 MiB.
-    stage = replace(stage, transient=_rounded_up(stage.transient, 256) * 256)
+    stage = replace(stage, transient=rounded_up(stage.transient, 256) * 256)
     table = solve_stage_by_table(stage, budget)
     assert table is not None
     assert solved_time(stage, budget) == table.time

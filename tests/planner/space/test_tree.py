@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import permutations, product
 from math import comb, perm, prod
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Axis, Kind, Strategy, prime_factors
 from galvatron.planner.space import (
+    EXPERT_RULES,
     EXTENDED,
     PAPER,
     SPACES,
@@ -147,3 +149,31 @@ def test_unknown_names_and_impossible_shapes_are_the_users_mistakes() -> None:
 def test_three_dimensions_on_the_smallest_cluster() -> None:
     """On 4 devices a stage has 2, all of them TP: no axis of degree one is left over."""
     assert space_named("3d").strategies(2) == (Strategy((Axis(Kind.TP, 2),)),)
+
+
+def _expert_axes(devices: int, tensor: list[int]) -> int:
+    """By counting: axes with EP, DP only outermost, DP beside SDP or not, and TP in one place or none."""
+    kinds = ("ep", "dp", "sdp", "tp")
+    found = 0
+    for degrees in product(divisors(devices), repeat=4):
+        if prod(degrees) == devices and degrees[0] > 1 and degrees[3] in tensor:
+            used = [kind for kind, degree in zip(kinds, degrees, strict=True) if degree > 1]
+            found += sum(1 for order in permutations(used) if "dp" not in order[1:])
+    return found
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])
+def test_axes_of_experts(devices: int) -> None:
+    """All that the rules for experts leave, counted in another way; none where EP is off or not in the space."""
+    space = Space(name="full", title="", switches=Switches(hybrid_sharding=True, expert_parallel=True))
+    assert len(space.expert_axes(devices)) == _expert_axes(devices, list(divisors(devices)))
+    strategies = space.strategies(devices, experts=True)
+    assert len(set(strategies)) == len(strategies)
+    for strategy in strategies:
+        strategy.check()
+        assert not any(rule.forbids and rule.forbids(strategy) for rule in EXPERT_RULES)
+    whole = [strategy for strategy in strategies if str(strategy).startswith(f"dp{devices}/")]
+    assert len(whole) == _expert_axes(devices, [1])
+    for off in (replace(space, switches=PAPER), replace(space, kinds=frozenset({Kind.DP, Kind.TP}))):
+        assert off.strategies(devices, experts=True) == off.strategies(devices)
+    assert not any(space_named(space.name, EXTENDED).has_experts for space in SPACES if space.name != "full")

@@ -141,5 +141,9 @@ def _checked(cluster: Cluster, file: str) -> Cluster:
                 f"{file}: groups[{index}].ranks is {list(group.ranks)}; expected a group of device 0 among "
                 f"{cluster.devices} devices, each group once"
             )
+        if (group.all_to_all_bytes_per_s is None) != (group.all_to_all_latency_s is None):
+            raise InvalidInput(
+                f"{file}: groups[{index}] has one of all_to_all and all_to_all_latency; expected both or neither"
+            )
         seen.add(group.ranks)
     return cluster

@@ -1,7 +1,7 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
-from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
-from galvatron.core.spec.model import Attention, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.cluster import RINGS, Cluster, Collective, Device, Level, Link, MeasuredGroup
+from galvatron.core.spec.model import Attention, Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
 from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
@@ -18,15 +18,17 @@ from galvatron.core.spec.strategy import (
     lines_up,
     prime_factors,
 )
-from galvatron.core.spec.switches import LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
+from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
 
 __all__ = [
     "ADAMW",
+    "DENSE_KINDS",
     "GPIPE",
     "GRADIENT_BYTES",
     "LAYER_SWITCHES",
     "ONE_F_ONE_B",
     "OPTIMIZERS",
+    "RINGS",
     "SCHEDULES",
     "SGD",
     "SWITCHES",
@@ -36,6 +38,7 @@ __all__ = [
     "Cluster",
     "Collective",
     "Device",
+    "Experts",
     "Factor",
     "Factors",
     "Kind",

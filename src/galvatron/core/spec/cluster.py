@@ -15,12 +15,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import Precision
 from galvatron.core.spec.strategy import Factor, degree_of
 
-__all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+__all__ = ["RINGS", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,12 @@ class Collective(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    """Each member sends each other member a part of its own."""
+
+
+RINGS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+"""The collectives that go round a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +107,14 @@ class MeasuredGroup:
     reduce_scatter_latency_s: float
     all_reduce_bytes_per_s: float
     all_reduce_latency_s: float
+    all_to_all_bytes_per_s: float | None = None
+    """None: it was not measured, and follows from the levels."""
+    all_to_all_latency_s: float | None = None
 
-    def link(self, collective: Collective) -> Link:
-        return Link(getattr(self, f"{collective}_bytes_per_s"), getattr(self, f"{collective}_latency_s"))
+    def link(self, collective: Collective) -> Link | None:
+        """What was measured of a collective; None: nothing."""
+        bytes_per_s = getattr(self, f"{collective}_bytes_per_s")
+        return None if bytes_per_s is None else Link(bytes_per_s, getattr(self, f"{collective}_latency_s") or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +160,16 @@ class Cluster:
     def link(self, factors: frozenset[Factor], collective: Collective = Collective.ALL_GATHER) -> Link:
         """Bandwidth and latency of a group whose members differ in these factors: as measured, or by the levels.
 
-        By the levels the ring is as fast as its slowest crossing. A level is crossed when some factor's block does not
-        lie inside one unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a group
-        has one lane for each of its members there.
+        By the levels a collective is as fast as its slowest crossing. A level is crossed when some factor's block does
+        not lie inside one unit. Where a unit's link is shared, all groups that leave the unit divide it; otherwise a
+        group has one lane for each of its members there. The bandwidth is a bus bandwidth: in the time of a collective
+        each member sends (g−1)/g of its message at that speed.
         """
         key = factors, collective
         if key not in self._links:
-            measured = self._measured.get(_members(factors))
-            self._links[key] = measured.link(collective) if measured else self._slowest_crossing(factors)
+            group = self._measured.get(_members(factors))
+            measured = group.link(collective) if group else None
+            self._links[key] = measured or self._slowest_crossing(factors, collective)
         return self._links[key]
 
     @cached_property
@@ -166,13 +180,14 @@ class Cluster:
     def _measured(self) -> dict[tuple[int, ...], MeasuredGroup]:
         return {group.ranks: group for group in self.groups}
 
-    def _slowest_crossing(self, factors: frozenset[Factor]) -> Link:
+    def _slowest_crossing(self, factors: frozenset[Factor], collective: Collective) -> Link:
         bytes_per_s, latency_s = math.inf, 0.0
         unit_size = 1
+        lanes = self._own_lanes if collective is Collective.ALL_TO_ALL else self._lanes
         for level in self.levels:
             crossing = [factor for factor in factors if unit_size % factor.block]
             if crossing:
-                bytes_per_s = min(bytes_per_s, level.bytes_per_s * self._lanes(factors, unit_size, level.shared))
+                bytes_per_s = min(bytes_per_s, level.bytes_per_s * lanes(factors, unit_size, level.shared))
             island = unit_size * level.units
             units = degree_of(factor for factor in crossing if island % factor.block == 0)
             # Inside the innermost islands collectives use trees; between islands a ring passes each of them.
@@ -182,16 +197,26 @@ class Cluster:
 
     def _lanes(self, factors: frozenset[Factor], unit_size: int, shared: bool) -> float:
         """How much of a level's bandwidth the worst-placed group gets where it leaves units of this size."""
+        return min(count / busy if shared else count for count, busy in self._leaving(factors, unit_size))
+
+    def _own_lanes(self, factors: frozenset[Factor], unit_size: int, shared: bool) -> float:
+        """The same for an all-to-all, in which each member sends for itself, but only what leaves the unit."""
+        others = degree_of(factors) - 1
+        return min(
+            others / (others + 1 - count) / (busy if shared else 1) for count, busy in self._leaving(factors, unit_size)
+        )
+
+    def _leaving(self, factors: frozenset[Factor], unit_size: int) -> set[tuple[int, int]]:
+        """Of each group that leaves units of this size: its members in a unit, and those of all such groups there."""
         if all(unit_size % factor.block == 0 or factor.stride % unit_size == 0 for factor in factors):
-            members = degree_of(factor for factor in factors if unit_size % factor.block == 0)
-            return members / unit_size if shared else members
+            return {(degree_of(factor for factor in factors if unit_size % factor.block == 0), unit_size)}
         groups: dict[int, Counter[int]] = {}
         for rank in range(self.devices):  # some group straddles units: count its members in each
             first = rank - sum(rank // factor.stride % factor.size * factor.stride for factor in factors)
             groups.setdefault(first, Counter())[rank // unit_size] += 1
         leaving = [units for units in groups.values() if len(units) > 1]
         busy = sum(leaving, Counter())
-        return min(count / busy[unit] if shared else count for units in leaving for unit, count in units.items())
+        return {(count, busy[unit]) for units in leaving for unit, count in units.items()}
 
     def stage_link(self, stage_devices: int) -> Link:
         """Bandwidth of one device's transfer to its peer in the next stage, at the slowest boundary between stages."""
@@ -222,10 +247,19 @@ class Cluster:
         groups = tuple(group for group in self.groups if max(group.ranks) < devices)
         return replace(self, levels=tuple(level for level in levels if level.units > 1), groups=groups)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As plan files have it. Groups do not mention an all-to-all that was not measured, as before there was one:
+        digests and files stay the same."""
+        facts = asdict(self)
+        for group in facts["groups"]:
+            if group["all_to_all_bytes_per_s"] is None:
+                del group["all_to_all_bytes_per_s"], group["all_to_all_latency_s"]
+        return facts
+
     @cached_property
     def digest(self) -> str:
         """Identifies the facts, whatever file or preset they came from."""
-        facts = asdict(self)
+        facts = self.to_dict()
         del facts["name"], facts["source"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

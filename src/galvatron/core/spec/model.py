@@ -17,9 +17,18 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW
-from galvatron.core.spec.strategy import Kind, Strategy
+from galvatron.core.spec.strategy import Kind, Strategy, degree_of
 
-__all__ = ["DEFAULT_LONGEST", "Attention", "LayerSpec", "ModelSpec", "Precision", "TensorParallel", "Training"]
+__all__ = [
+    "DEFAULT_LONGEST",
+    "Attention",
+    "Experts",
+    "LayerSpec",
+    "ModelSpec",
+    "Precision",
+    "TensorParallel",
+    "Training",
+]
 
 
 DEFAULT_LONGEST = 8192
@@ -91,6 +100,32 @@ class TensorParallel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of a layer: of its figures, the part that belongs to them. A router sends each token to a few."""
+
+    count: int
+    """The degree of EP must divide it."""
+    parameters: int
+    """Of all experts together; part of the layer's parameters."""
+    forward_flops: int
+    """Part of the layer's."""
+    activation_bytes: int
+    """What tokens save inside their experts; part of the layer's split_activation_bytes, divided by TP of experts."""
+    replicated_activation_bytes: int = 0
+    """What tokens save on their way in and out (copies of each token, one an expert); part of the layer's
+    replicated_activation_bytes, whole on each rank of the experts' TP."""
+    dispatch_bytes: int
+    """What one sample's tokens take on their way to the experts: tokens × experts of a token × width × element."""
+    divides: tuple[int, ...] = ()
+    """The degree of the experts' TP must divide each of these: the width inside an expert."""
+    forward_collectives: int = 1
+    """Of the layer's TP all-reduces in forward, those of the experts alone; with axes of their own they do others."""
+    backward_collectives: int = 1
+    imbalance: float = 1.0
+    """Tokens of the busiest device over the mean, where EP divides the experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One layer: what the search decides about. Sizes are for one sample; embeddings and heads are layers too."""
 
@@ -116,6 +151,31 @@ class LayerSpec:
     """Largest working set of backward on top of what is saved (gradients of maps, logits); divided by TP."""
     tensor_parallel: TensorParallel | None = None
     """None: the layer cannot be split; under TP each rank computes it whole."""
+    experts: Experts | None = None
+    """None: a layer without experts."""
+
+    def __post_init__(self) -> None:
+        if self.experts is not None:
+            self._check_experts(self.experts)
+
+    def _check_experts(self, experts: Experts) -> None:
+        apart = 0 if self.tensor_parallel is None else self.replicated_parameters
+        for name, whole in (
+            ("parameters", self.parameters - self.tied_parameters - apart),
+            ("forward_flops", self.forward_flops),
+            ("activation_bytes", self.split_activation_bytes),
+            ("replicated_activation_bytes", self.replicated_activation_bytes),
+        ):
+            if not 0 <= getattr(experts, name) <= whole:
+                raise InvalidInput(
+                    f"layer {self.name!r}: experts.{name} is {getattr(experts, name)}; expected from 0 to {whole}, "
+                    "for it is part of the layer's"
+                )
+        if experts.count < 1 or not experts.imbalance >= 1:
+            raise InvalidInput(
+                f"layer {self.name!r}: {experts.count} experts with an imbalance of {experts.imbalance:g}; expected at "
+                "least 1 of each"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay
@@ -123,6 +183,8 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
+        if self.experts is None:
+            del facts["experts"]
         return facts
 
     @property
@@ -138,6 +200,15 @@ class LayerSpec:
         """Whether the layer has sequences to divide, and the degree divides their lengths."""
         lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
         return bool(lengths) and all(length % degree == 0 for length in lengths)
+
+    def allows_experts(self, strategy: Strategy) -> bool:
+        """Whether the axes of a strategy's experts divide the layer's experts; without such axes any layer goes."""
+        if not strategy.experts:
+            return True
+        if self.experts is None or self.experts.count % degree_of(strategy.expert_factors(Kind.EP)):
+            return False
+        tensor = degree_of(strategy.expert_factors(Kind.TP))
+        return all(width % tensor == 0 for width in self.experts.divides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +242,16 @@ class ModelSpec:
         degree = strategy.degree(Kind.TP)
         if degree > 1 and kind.tensor_parallel is None and (kind.name in self._sharing or not self.splittable):
             return False
-        return kind.allows_tensor_parallel(degree) and (
-            not strategy.sequence_parallel or kind.allows_sequence_parallel(degree)
+        return (
+            kind.allows_tensor_parallel(degree)
+            and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
+            and kind.allows_experts(strategy)
         )
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether any of its layers has experts."""
+        return any(kind.experts is not None for kind in self.kinds)
 
     @cached_property
     def splittable(self) -> bool:

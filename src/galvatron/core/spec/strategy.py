@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.switches import LAYER_SWITCHES, Kind, LayerSwitches
+from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, Kind, LayerSwitches
 
 __all__ = [
     "Axis",
@@ -79,11 +79,12 @@ class Layout:
         return degree_of(self.rows) * degree_of(self.sequence)
 
 
-_AXIS = r"(?:s?dp|tp)[1-9][0-9]{0,6}"
+_AXIS = rf"(?:{'|'.join(Kind)})[1-9][0-9]{{0,6}}"
+_AXES = rf"{_AXIS}(?:-{_AXIS})*"
 _WRITTEN = LAYER_SWITCHES[::-1]
 """In the order of a strategy's text: "dp4+zero2+rc"."""
 _FLAGS = "".join(rf"(?:\+{switch.text})?" for switch in _WRITTEN)
-_TEXT = re.compile(rf"(?:(?P<axes>{_AXIS}(?:-{_AXIS})*)|single)(?P<flags>{_FLAGS})")
+_TEXT = re.compile(rf"(?:(?P<axes>{_AXES})|single)(?:/(?P<experts>{_AXES}))?(?P<flags>{_FLAGS})")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Strategy(LayerSwitches):
     """Axes from outermost (far apart devices) to innermost (neighbours), plus switches."""
 
     axes: tuple[Axis, ...] = ()
+    experts: tuple[Axis, ...] = ()
+    """The axes of the layer's experts over the same devices; empty: the experts follow the rest of the layer."""
 
     @cached_property
     def devices(self) -> int:
@@ -108,6 +111,15 @@ class Strategy(LayerSwitches):
         """The factors of the rank that the axes of these kinds own."""
         return _owned_factors(self.axes, kinds)
 
+    def expert_factors(self, *kinds: Kind) -> Factors:
+        """The factors of the rank that the axes of these kinds own for the experts."""
+        return _owned_factors(self.experts or self.axes, kinds)
+
+    @cached_property
+    def token_slices(self) -> Factors:
+        """The factors by which TP ranks, which hold the same tokens, divide these among them before their experts."""
+        return self.factors(Kind.TP) - self.expert_factors(Kind.TP)
+
     @cached_property
     def batch_factors(self) -> Factors:
         """The factors that divide the batch."""
@@ -124,35 +136,72 @@ class Strategy(LayerSwitches):
         return Layout(self.batch_factors, self.factors(Kind.TP) if self.sequence_parallel else frozenset())
 
     def __str__(self) -> str:
-        axes = "-".join(f"{axis.kind}{axis.degree}" for axis in self.axes) or "single"
-        return axes + "".join(f"+{switch.text}" for switch in _WRITTEN if getattr(self, switch.name))
+        axes = _written(self.axes) or "single"
+        experts = f"/{_written(self.experts)}" if self.experts else ""
+        return axes + experts + "".join(f"+{switch.text}" for switch in _WRITTEN if getattr(self, switch.name))
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """The inverse of ``str``: ``"dp2-tp4+rc"``."""
+        """The inverse of ``str``: ``"dp2-tp4+rc"``; with axes for the experts ``"dp2-tp4/ep8+rc"``."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise InvalidInput(
                 f"{text!r} is not a strategy; write axes outermost first with flags, such as 'dp2-tp4', "
-                "'sdp8+rc', 'tp8+sp' or 'single'"
+                "'sdp8+rc', 'tp8+sp' or 'single'; axes of the experts follow a slash, such as 'sdp8/ep8'"
             )
-        axes = []
-        for part in match["axes"].split("-") if match["axes"] else []:
-            name = "".join(takewhile(str.isalpha, part))
-            axes.append(Axis(Kind(name), int(part[len(name) :])))
         flags = match["flags"].split("+")[1:]
-        strategy = cls(tuple(axes), **{switch.name: switch.text in flags for switch in LAYER_SWITCHES})
+        switches = {switch.name: switch.text in flags for switch in LAYER_SWITCHES}
+        strategy = cls(_axes(match["axes"]), _axes(match["experts"]), **switches)
         strategy.check()
         return strategy
 
     def check(self) -> None:
-        """Reject what no decision tree holds: a kind twice, a degree below two, a switch without its axis."""
+        """Reject what no decision tree holds: a kind twice, a degree below two, a switch without its axis, axes of the
+        experts that do not go with those of the layer."""
         kinds = [axis.kind for axis in self.axes]
-        if len(set(kinds)) != len(kinds) or any(axis.degree < 2 for axis in self.axes):
-            raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
+        for axes in (self.axes, self.experts):
+            if len({axis.kind for axis in axes}) != len(axes) or any(axis.degree < 2 for axis in axes):
+                raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
+        if not set(kinds) <= set(DENSE_KINDS):
+            raise InvalidInput(
+                f"strategy {str(self)!r}: ep is for the experts of a layer; write it after a slash, such as 'dp8/ep8'"
+            )
+        if self.experts:
+            self._check_experts()
         for switch in LAYER_SWITCHES:
             if getattr(self, switch.name) and not switch.possible(frozenset(kinds)):
                 raise InvalidInput(f"strategy {str(self)!r}: {switch.title} (+{switch.text}) needs {switch.condition}")
+
+    def _check_experts(self) -> None:
+        """Whether each device has a place among the experts, and has the tokens that its part of an expert needs."""
+        if Kind.EP not in {axis.kind for axis in self.experts}:
+            raise InvalidInput(
+                f"strategy {str(self)!r}: the axes of the experts have no ep; leave them out, and the experts follow "
+                "the rest of the layer"
+            )
+        covered = math.prod(axis.degree for axis in self.experts)
+        if covered != self.devices:
+            raise InvalidInput(
+                f"strategy {str(self)!r}: the axes of the experts are for {covered} devices, those of the layer for "
+                f"{self.devices}; both must be for the same"
+            )
+        if not self.expert_factors(Kind.TP) <= self.factors(Kind.TP):
+            raise InvalidInput(
+                f"strategy {str(self)!r}: tp of the experts joins devices that tp of the layer does not; they would "
+                "lack each other's tokens"
+            )
+
+
+def _written(axes: tuple[Axis, ...]) -> str:
+    return "-".join(f"{axis.kind}{axis.degree}" for axis in axes)
+
+
+def _axes(text: str | None) -> tuple[Axis, ...]:
+    axes = []
+    for part in text.split("-") if text else []:
+        name = "".join(takewhile(str.isalpha, part))
+        axes.append(Axis(Kind(name), int(part[len(name) :])))
+    return tuple(axes)
 
 
 @lru_cache(maxsize=65536)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypedDict
 
-__all__ = ["LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
+__all__ = ["DENSE_KINDS", "LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
 
 
 class Kind(StrEnum):
@@ -22,6 +22,13 @@ class Kind(StrEnum):
     """Sharded data parallelism (ZeRO-3, FSDP): samples and all states divided."""
     TP = "tp"
     """Tensor parallelism (Megatron): weights and inner activations divided."""
+    EP = "ep"
+    """Expert parallelism: each expert is on some devices only, and tokens travel to their experts. Only the axes of a
+    layer's experts have it."""
+
+
+DENSE_KINDS: tuple[Kind, ...] = (Kind.DP, Kind.SDP, Kind.TP)
+"""The kinds that the axes of a whole layer can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +149,18 @@ class Switches(LayerSwitches):
         metadata={"switch": Switch(title="accumulation", help="Micro-batches without a pipeline.")},
     )
     """Micro-batches without a pipeline: gradients accumulate over them."""
+    expert_parallel: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                title="expert parallelism",
+                help="Axes of their own for the experts of a layer.",
+                space_needs=frozenset({Kind.EP}),
+                remedy="keep each expert on some of the devices and send its tokens there",
+            )
+        },
+    )
+    """The experts of a layer may have axes of their own; of no use to models without experts."""
 
 
 class SwitchChoices(TypedDict, total=False):
@@ -152,6 +171,7 @@ class SwitchChoices(TypedDict, total=False):
     zero2: bool | None
     hybrid_sharding: bool | None
     accumulation: bool | None
+    expert_parallel: bool | None
 
 
 SWITCHES: tuple[Switch, ...] = tuple(replace(each.metadata["switch"], name=each.name) for each in fields(Switches))

@@ -3,7 +3,7 @@
 Works for any model, of Hugging Face or not, with one list of blocks that run in order, each taking what the one before
 returned: ``embedding``, ``block`` × N (or several kinds of blocks), ``head``. Runs the stock model's own forward, in
 parts (see ``stubs``), so nothing has to be known about it; what does not fit is found by a trial run at once, and
-named. Tensor parallelism is what the stock model's own plan says (see ``tensor_plan``).
+named. Tensor and expert parallelism are what the stock model's own plans say (see ``tensor_plan``, ``expert_plan``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import TensorParallel
 from galvatron.families.adapters import count_targets, masked_labels, next_tokens, random_tokens, sides
+from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.own_loss import refuse_balance_loss, shifts_labels
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
@@ -182,6 +183,7 @@ class Generic(LayeredModel):
         blocks = list(model.get_submodule(self.anatomy.blocks).children())
         kinds = block_kinds(model, blocks)
         self.tensor_rules = find_rules(model, self.anatomy, kinds, self.context(trial, torch.float32).calls)
+        self.expert_rules = find_experts(model, self.anatomy.blocks, kinds)
         rules = self.tensor_rules.blocks
         around = self._around_rules(model, loss) if rules else ((), ())
         self.layers = (
@@ -192,6 +194,8 @@ class Generic(LayeredModel):
             ),
             _Head(self.anatomy, model, around[1], self._shifted, loss),
         )
+        for layer in self.layers:
+            layer.experts = self.expert_rules.blocks.get(layer.kind)
         self.ties = _shared(self.layers)
         self.required = frozenset(trial) | {"labels"}
 

@@ -26,7 +26,7 @@ from galvatron.families.rules import (
     Vocabulary,
 )
 
-__all__ = ["NoTensorParallelism", "block_rules", "divides", "plan_of", "rules_within"]
+__all__ = ["NoTensorParallelism", "block_rules", "divides", "plan_of", "rules_within", "starred"]
 
 
 class NoTensorParallelism(Exception):
@@ -48,12 +48,12 @@ def block_rules(model: nn.Module, name: str) -> tuple[Rule, ...]:
     config: Any = getattr(model, "config", None)
     rules: list[Rule] = []
     for path, module in block.named_modules():
-        style = plan.get(_starred(f"{name}.{path}")) if path else None
+        style = plan.get(starred(f"{name}.{path}")) if path else None
         if style is not None:
             rules += _of_module(path, module, style, config)
         for own, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{own}".lstrip(".")
-            style = plan.get(_starred(f"{name}.{full}"))
+            style = plan.get(starred(f"{name}.{full}"))
             if style is not None:
                 rules += _of_parameter(full, parameter, style)
     return tuple(rules)
@@ -64,7 +64,8 @@ def rules_within(attribute: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return tuple(replace(rule, path=f"{attribute}.{rule.path}") for rule in rules)
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
+    """A name as plans have it, with ``*`` for numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

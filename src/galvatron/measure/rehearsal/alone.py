@@ -71,16 +71,22 @@ def _exchange(operations: Sequence[dist.P2POp]) -> list[_Late]:
     return [_Late()]
 
 
+def _all_to_all(output: Tensor, input: Tensor, *_: Any, **__: Any) -> None:
+    """In place of ``all_to_all_single``: the others send as many tokens as they get, so that experts have their share
+    on average. The fake group would leave any number in the counts."""
+    output.copy_(input)
+
+
 @contextmanager
 def alone_as(rank: int, world: int) -> Iterator[None]:
     """Be this rank of so many processes, none of which exist."""
     if dist.is_initialized():
         raise GalvatronError("a rehearsal needs a process of its own, but this one has joined a process group already")
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    real = dist.batch_isend_irecv
-    dist.batch_isend_irecv = _exchange  # type: ignore[assignment]
+    real = dist.batch_isend_irecv, dist.all_to_all_single
+    dist.batch_isend_irecv, dist.all_to_all_single = _exchange, _all_to_all  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.batch_isend_irecv = real
+        dist.batch_isend_irecv, dist.all_to_all_single = real
         dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.conventions import CONVENTIONS, GALVATRON, PAPER_SYSTEMS, Conventions
-from galvatron.planner.cost.model import NEVER, CostModel, Integers, LayerCosts, StageCosts, Tables
+from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
+from galvatron.planner.cost.model import CostModel, StageCosts
 from galvatron.planner.cost.pipeline import Pace, iteration_ns
+from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables
 from galvatron.planner.cost.tied import Resplit
 
 __all__ = [
@@ -13,6 +15,8 @@ __all__ = [
     "PAPER_SYSTEMS",
     "Conventions",
     "CostModel",
+    "ExpertCosts",
+    "ExpertPairs",
     "Floats",
     "Integers",
     "LayerCosts",

@@ -7,18 +7,51 @@ profile may have measured for each strategy is (T, S) from the start.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import LAYER_SWITCHES, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import LAYER_SWITCHES, Axis, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
 from galvatron.planner.cost.communication import Floats, GroupLinks
 
-__all__ = ["Bools", "Integers", "LayerArrays", "StrategyArrays", "layer_arrays", "strategy_arrays"]
+__all__ = [
+    "Bools",
+    "ExpertColumns",
+    "ExpertGroups",
+    "Integers",
+    "LayerArrays",
+    "Places",
+    "StrategyArrays",
+    "expert_groups",
+    "layer_arrays",
+    "strategy_arrays",
+]
 
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
+Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertColumns:
+    """Of the figures of each kind of layer, the part of its experts; zero for a layer without."""
+
+    parameters: Floats
+    activation_bytes: Floats
+    replicated_activation_bytes: Floats
+    dispatch_bytes: Floats
+    imbalance: Floats
+    tp_forward_collectives: Floats
+    """Of the layer's all-reduces, those that experts with axes of their own do not do."""
+    tp_backward_collectives: Floats
+    forward_s: Floats
+    """(T, S) of one sample on the busiest device, of the layer's the part inside experts with axes of their own."""
+    backward_s: Floats
+    rest_forward_s: Floats
+    """(T, S) … and the part outside them."""
+    rest_backward_s: Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +87,38 @@ class LayerArrays:
     tp_forward_collectives: Floats
     tp_backward_collectives: Floats
     tp_message_bytes: Floats
+    experts: ExpertColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
+
+    def at(self, rows: Places, columns: Places) -> LayerArrays:
+        """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
+
+        def taken(table: Any) -> Any:
+            return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
+
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "experts"}
+        experts = {each.name: taken(getattr(self.experts, each.name)) for each in fields(self.experts)}
+        places = np.full(len(self.before) + 1, -1)
+        places[rows] = np.arange(len(rows))
+        moved = {name: places[held.pop(name)[rows]] for name in ("before", "after")}
+        kept = {name: taken(each) for name, each in held.items()}
+        return LayerArrays(**kept, **moved, experts=ExpertColumns(**experts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroups:
+    """The groups of axes that experts have of their own."""
+
+    ep: GroupLinks
+    dp: GroupLinks
+    sdp: GroupLinks
+    tp: GroupLinks
+
+    def at(self, places: Places) -> ExpertGroups:
+        """Of these axes, each of which may be there several times."""
+        return ExpertGroups(**{each.name: getattr(self, each.name).at(places) for each in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +129,19 @@ class StrategyArrays:
     dp: GroupLinks
     sdp: GroupLinks
     tp: GroupLinks
+    own: Bools
+    """Whether the experts have axes of their own."""
     recompute: Bools
     sequence_parallel: Bools
     zero2: Bools
+
+    def at(self, places: Places) -> StrategyArrays:
+        """These strategies, each of which may be there several times."""
+
+        def taken(value: Any) -> Any:
+            return value.at(places) if isinstance(value, GroupLinks) else value[places]
+
+        return StrategyArrays(**{each.name: taken(getattr(self, each.name)) for each in fields(self)})
 
 
 def layer_arrays(
@@ -89,8 +161,9 @@ def layer_arrays(
         for kind in kinds
         for variant in dict.fromkeys(variants)
     }
-    table = np.array([[measured[kind.name, variant] for variant in variants] for kind in kinds], dtype=np.float64)
-    columns = np.moveaxis(table, 2, 0)
+    distinct = {variant: number for number, variant in enumerate(dict.fromkeys(variants))}
+    table = np.array([[measured[kind.name, variant] for variant in distinct] for kind in kinds], dtype=np.float64)
+    columns = np.moveaxis(table[:, [distinct[variant] for variant in variants]], 2, 0)
     forward_s, backward_s, *fixed_and_least, recompute_s, activations, transients = columns
     forward_fixed_s, backward_fixed_s, forward_least_s, backward_least_s = fixed_and_least
     tensor = [kind.tensor_parallel for kind in kinds]
@@ -100,13 +173,15 @@ def layer_arrays(
 
     shared = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
     whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
+    experts = _expert_columns(kinds, strategies, forward_s, backward_s)
+    own = np.array([bool(strategy.experts) for strategy in strategies])
     return LayerArrays(
         split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
         shared_parameters=column(shared),
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=np.where(own, experts.forward_s + experts.rest_forward_s, forward_s),
+        backward_s=np.where(own, experts.backward_s + experts.rest_backward_s, backward_s),
         forward_fixed_s=forward_fixed_s,
         backward_fixed_s=backward_fixed_s,
         forward_least_s=forward_least_s,
@@ -123,8 +198,46 @@ def layer_arrays(
         tp_forward_collectives=column([0 if tp is None else tp.forward_collectives for tp in tensor]),
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
+        experts=experts,
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
+    )
+
+
+def _expert_columns(
+    kinds: Sequence[LayerSpec], strategies: Sequence[Strategy], forward_s: Floats, backward_s: Floats
+) -> ExpertColumns:
+    """The experts' part of each kind, from what a layer takes whose experts follow the rest of it.
+
+    Tokens are conserved: all devices of a stage together do the experts' work once, even where TP computes the rest of
+    the layer whole on each rank. The busiest device has more than its share, by the imbalance.
+    """
+
+    def column(name: str, absent: float = 0.0) -> Floats:
+        return np.array([[absent if kind.experts is None else getattr(kind.experts, name)] for kind in kinds], float)
+
+    def replaced(name: str) -> Floats:
+        """No more all-reduces than the layer has."""
+        whole = [[0 if kind.tensor_parallel is None else getattr(kind.tensor_parallel, name)] for kind in kinds]
+        fewer: Floats = np.minimum(column(name), np.array(whole, float))
+        return fewer
+
+    tensor = np.array([strategy.degree(Kind.TP) for strategy in strategies], dtype=np.float64)
+    splits = np.array([[kind.tensor_parallel is not None] for kind in kinds])
+    share = column("forward_flops") / np.array([[max(kind.forward_flops, 1)] for kind in kinds], float)
+    inside = share * column("imbalance", 1.0) / np.where(splits, 1.0, tensor)
+    return ExpertColumns(
+        parameters=column("parameters"),
+        activation_bytes=column("activation_bytes"),
+        replicated_activation_bytes=column("replicated_activation_bytes"),
+        dispatch_bytes=column("dispatch_bytes"),
+        imbalance=column("imbalance", 1.0),
+        tp_forward_collectives=replaced("forward_collectives"),
+        tp_backward_collectives=replaced("backward_collectives"),
+        forward_s=forward_s * inside,
+        backward_s=backward_s * inside,
+        rest_forward_s=forward_s * (1 - share),
+        rest_backward_s=backward_s * (1 - share),
     )
 
 
@@ -185,16 +298,23 @@ def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> Strateg
     """These strategies as arrays, with the links that each axis spans on the cluster."""
 
     def groups(kind: Kind) -> GroupLinks:
-        return GroupLinks.of(
-            [strategy.degree(kind) for strategy in strategies],
-            [strategy.factors(kind) for strategy in strategies],
-            cluster,
-        )
+        return GroupLinks.of([strategy.factors(kind) for strategy in strategies], cluster)
 
     return StrategyArrays(
         data=np.array([strategy.data_degree for strategy in strategies], dtype=np.float64),
         dp=groups(Kind.DP),
         sdp=groups(Kind.SDP),
         tp=groups(Kind.TP),
+        own=np.array([bool(strategy.experts) for strategy in strategies]),
         **{each.name: np.array([getattr(strategy, each.name) for strategy in strategies]) for each in LAYER_SWITCHES},
     )
+
+
+def expert_groups(axes: Sequence[tuple[Axis, ...]], cluster: Cluster) -> ExpertGroups:
+    """Axes that experts have of their own, with the links that they span on the cluster."""
+    alone = [Strategy(experts=each) for each in axes]
+
+    def groups(kind: Kind) -> GroupLinks:
+        return GroupLinks.of([each.expert_factors(kind) for each in alone], cluster)
+
+    return ExpertGroups(ep=groups(Kind.EP), dp=groups(Kind.DP), sdp=groups(Kind.SDP), tp=groups(Kind.TP))

@@ -6,14 +6,23 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Collective, Factor
+from galvatron.core.spec import Cluster, Collective, Factors, Link, degree_of
 
-__all__ = ["Floats", "GroupLinks", "all_gather_s", "all_reduce_s", "overlapped_s", "reduce_scatter_s", "transfer_s"]
+__all__ = [
+    "Floats",
+    "GroupLinks",
+    "all_gather_s",
+    "all_reduce_s",
+    "all_to_all_s",
+    "overlapped_s",
+    "reduce_scatter_s",
+    "transfer_s",
+]
 
 Floats = NDArray[np.float64]
 Passes = tuple[Floats, Floats]
@@ -21,49 +30,74 @@ Passes = tuple[Floats, Floats]
 
 
 class GroupLinks:
-    """What the groups of one axis get, an entry a strategy: size, and for each collective the bandwidth of its ring and
-    the latency of a pass over the group."""
+    """What the groups of one axis get, an entry a strategy: size, and for each collective its bus bandwidth and the
+    latency of a pass over the group."""
 
-    __slots__ = ("all_gather", "all_reduce", "reduce_scatter", "share", "size")
+    __slots__ = ("_known", "_passes", "share", "size")
 
-    def __init__(self, size: Floats, all_gather: Passes, reduce_scatter: Passes, all_reduce: Passes) -> None:
+    def __init__(self, size: Floats, passes: Callable[[Collective], Passes]) -> None:
         self.size = size
         self.share = (size - 1) / size
-        self.all_gather, self.reduce_scatter, self.all_reduce = all_gather, reduce_scatter, all_reduce
+        self._passes = passes
+        self._known: dict[Collective, Passes] = {}
 
     @classmethod
-    def of(cls, sizes: Sequence[int], factors: Sequence[frozenset[Factor]], cluster: Cluster) -> GroupLinks:
+    def of(cls, factors: Sequence[Factors], cluster: Cluster) -> GroupLinks:
         """Of groups whose members differ in these factors."""
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(factors))}
+        places = np.array([numbers[each] for each in factors], dtype=np.intp)
 
         def passes(collective: Collective) -> Passes:
-            links = [cluster.link(each, collective) for each in factors]
-            return np.array([link.bytes_per_s for link in links]), np.array([link.latency_s for link in links])
+            links = [cluster.link(each, collective) for each in numbers]
+            bytes_per_s, latency_s = [link.bytes_per_s for link in links], [link.latency_s for link in links]
+            return np.array(bytes_per_s)[places], np.array(latency_s)[places]
 
-        return cls(
-            np.array(sizes, dtype=np.float64),
-            passes(Collective.ALL_GATHER),
-            passes(Collective.REDUCE_SCATTER),
-            passes(Collective.ALL_REDUCE),
-        )
+        return cls(np.array([degree_of(each) for each in numbers], dtype=np.float64)[places], passes)
+
+    def at(self, places: NDArray[np.intp]) -> GroupLinks:
+        """Of these strategies, each of which may be there several times."""
+
+        def passes(collective: Collective) -> Passes:
+            bytes_per_s, latency_s = self.passes(collective)
+            return bytes_per_s[places], latency_s[places]
+
+        return GroupLinks(self.size[places], passes)
+
+    @classmethod
+    def pair(cls, link: Link) -> GroupLinks:
+        """Of two devices that are joined by this link."""
+        one_pass = np.array([link.bytes_per_s]), np.array([link.latency_s])
+        return cls(np.array([2.0]), lambda _: one_pass)
+
+    def passes(self, collective: Collective) -> Passes:
+        """What each group gets from its links for a collective."""
+        if collective not in self._known:
+            self._known[collective] = self._passes(collective)
+        return self._known[collective]
 
 
 def all_gather_s(message_bytes: Floats, group: GroupLinks) -> Floats:
     """Each rank moves (g−1)/g of the message."""
-    return _pass_s(message_bytes, group, group.all_gather)
+    return _pass_s(message_bytes, group, Collective.ALL_GATHER)
 
 
 def reduce_scatter_s(message_bytes: Floats, group: GroupLinks) -> Floats:
     """The same volume as an all-gather."""
-    return _pass_s(message_bytes, group, group.reduce_scatter)
+    return _pass_s(message_bytes, group, Collective.REDUCE_SCATTER)
 
 
 def all_reduce_s(message_bytes: Floats, group: GroupLinks) -> Floats:
     """A reduce-scatter and an all-gather, so twice the volume."""
-    return 2 * _pass_s(message_bytes, group, group.all_reduce)
+    return 2 * _pass_s(message_bytes, group, Collective.ALL_REDUCE)
 
 
-def _pass_s(message_bytes: Floats, group: GroupLinks, passes: Passes) -> Floats:
-    bytes_per_s, latency_s = passes
+def all_to_all_s(message_bytes: Floats, group: GroupLinks) -> Floats:
+    """Each rank sends (g−1)/g of its message, a part to each other rank."""
+    return _pass_s(message_bytes, group, Collective.ALL_TO_ALL)
+
+
+def _pass_s(message_bytes: Floats, group: GroupLinks, collective: Collective) -> Floats:
+    bytes_per_s, latency_s = group.passes(collective)
     seconds: Floats = message_bytes * group.share / bytes_per_s + latency_s
     return seconds
 

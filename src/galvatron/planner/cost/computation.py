@@ -13,7 +13,15 @@ from galvatron.core.spec import Device, OptimizerSpec
 from galvatron.planner.cost.arrays import LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 
-__all__ = ["backward_s", "forward_s", "local_parameters", "optimizer_s", "shared_parameters"]
+__all__ = [
+    "backward_s",
+    "following_experts",
+    "forward_s",
+    "local_parameters",
+    "optimizer_s",
+    "shared_parameters",
+    "step_s",
+]
 
 
 def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
@@ -29,12 +37,18 @@ def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
-    """Parameters of a layer on one device before SDP or ZeRO-2 shards them.
+    """Parameters of a layer on one device before SDP or ZeRO-2 shards them, experts with axes of their own left out.
 
     ``tied_here``: the stage also holds the layer that tied weights belong to, so that they are counted there.
     """
     split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
     parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
+    return parameters - strategies.own * following_experts(layers, strategies)
+
+
+def following_experts(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """Of those, the ones of experts that follow the rest of the layer."""
+    parameters: Floats = layers.experts.parameters / np.where(layers.splits > 0, strategies.tp.size, 1.0)
     return parameters
 
 
@@ -47,5 +61,10 @@ def shared_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_h
 def optimizer_s(parameters: Floats, strategies: StrategyArrays, device: Device, optimizer: OptimizerSpec) -> Floats:
     """One optimizer step over the parameters a device owns; memory-bound."""
     owners = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    seconds: Floats = parameters / owners * optimizer.traffic_bytes / device.memory_bytes_per_s
+    return step_s(parameters / owners, device, optimizer)
+
+
+def step_s(parameters: Floats, device: Device, optimizer: OptimizerSpec) -> Floats:
+    """One optimizer step over so many parameters."""
+    seconds: Floats = parameters * optimizer.traffic_bytes / device.memory_bytes_per_s
     return seconds

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONVENTIONS", "GALVATRON", "PAPER_SYSTEMS", "Conventions"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CONVENTIONS", "GALVATRON", "PAPER_SYSTEMS", "Conventions", "working_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +72,8 @@ PAPER_SYSTEMS = Conventions(
     counts_rows=False,
 )
 CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)
+
+
+def working_sets(micro_batches: NDArray[np.int64], conventions: Conventions, *, pipelined: bool) -> NDArray[np.int64]:
+    """Micro-batches whose working sets are alive at once: one without a pipeline."""
+    return np.minimum(micro_batches, conventions.pipeline_transients) if pipelined else np.ones_like(micro_batches)

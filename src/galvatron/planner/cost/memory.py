@@ -12,11 +12,15 @@ import numpy as np
 from galvatron.core.spec import GRADIENT_BYTES, OptimizerSpec, Precision
 from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
+from galvatron.planner.cost.computation import following_experts
 from galvatron.planner.cost.conventions import Conventions
 
 __all__ = [
+    "EARLY_GRADIENT",
     "Weights",
     "activation_bytes",
+    "following_expert_bytes",
+    "full_activation_bytes",
     "late_gradient_bytes",
     "shared_bytes",
     "state_bytes",
@@ -24,9 +28,9 @@ __all__ = [
     "working_bytes",
 ]
 
-_EARLY_GRADIENT = 1 / 3
+EARLY_GRADIENT = 1 / 3
 """Share of a layer's gradient that is there when its activations peak in backward: that of its last projection, 4h² of
-a block's 12h² parameters."""
+a block's 12h² parameters, or one of an expert's three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,12 @@ def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precisio
 
 
 def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
-    """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed."""
+    """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed; without what
+    experts with axes of their own save."""
     sequence = np.where(strategies.sequence_parallel, strategies.tp.size, 1.0)
-    kept = np.where(strategies.recompute, layers.input_bytes / sequence, _full_activation_bytes(layers, strategies))
+    full = full_activation_bytes(layers, strategies)
+    apart = strategies.own * np.minimum(full, following_expert_bytes(layers, strategies))
+    kept = np.where(strategies.recompute, layers.input_bytes / sequence, full - apart)
     total: Floats = samples * kept
     return total
 
@@ -101,31 +108,38 @@ def transient_bytes(
     reduced from when the next one reduces its own: there is such a buffer of the layer after it, whose activations are
     gone. And there is the layer's own gradient: a part of it while activations are many, all of it when they are gone;
     under ZeRO-2 the larger of the two counts. Shared weights have their copy already, and nothing is prefetched behind
-    them.
+    them. Experts with axes of their own count the work of the layer, and take the places that it frees.
     """
     parameters = weights.held
-    restored = strategies.recompute * _full_activation_bytes(layers, strategies)
-    work = samples * (working_bytes(layers, strategies, conventions) + restored)
+    restored = strategies.recompute * full_activation_bytes(layers, strategies)
+    work = samples * (working_bytes(layers, strategies, conventions) + restored) * ~strategies.own
     sharded = strategies.sdp.size > 1
     gathers = sharded & conventions.sdp_buffers_in_backward
     shared = np.where(gathers & conventions.shared_stay_gathered, weights.shared, 0)
     whole = (parameters - shared) * precision.bytes
-    growing = np.maximum(whole * _EARLY_GRADIENT, whole - work)
+    growing = np.maximum(whole * EARLY_GRADIENT, whole - work)
     own = np.where(gathers, growing, 0) + shared * precision.bytes
-    ahead = np.where(shared > 0, 0, np.minimum(_beside(parameters, layers.before), parameters))
+    outside = parameters - ~strategies.own * following_experts(layers, strategies)
+    ahead = np.where(shared > 0, 0, np.minimum(_beside(parameters, outside, layers.before), parameters))
     gathered = gathers * precision.bytes * (parameters - shared + conventions.layers_prefetched * ahead)
-    freed = np.where(gathers, activation_bytes(samples, layers, strategies), 0)
-    buffer = GRADIENT_BYTES * _beside(parameters, layers.after) - _beside(freed, layers.after)
+    freed = np.where(gathers & ~strategies.own, activation_bytes(samples, layers, strategies), 0)
+    buffer = GRADIENT_BYTES * _beside(parameters, outside, layers.after) - _beside(freed, freed, layers.after)
     reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
     total: Floats = work + gathered + own + reduced + kept * precision.bytes
     return total
 
 
-def _beside(values: Floats, neighbours: Integers) -> Floats:
-    """What the neighbours of each kind have of this, under the same strategy."""
-    there: Floats = np.where(neighbours[:, None] >= 0, values[..., neighbours, :], 0)
-    return there
+def _beside(values: Floats, outside: Floats, neighbours: Integers) -> Floats:
+    """What the neighbours of each kind have of this, under the same strategy.
+
+    Of another kind that has experts only what is ``outside`` them counts: those may have axes of their own there, and
+    where they follow, that layer itself needs more than this one.
+    """
+    alike = neighbours == np.arange(len(neighbours))
+    there = np.where(alike[:, None], values, outside[..., neighbours, :])
+    beside: Floats = np.where(neighbours[:, None] >= 0, there, 0)
+    return beside
 
 
 def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: Conventions) -> Floats:
@@ -145,8 +159,18 @@ def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: 
     return np.where(np.isnan(layers.measured_transient_bytes), counted, layers.measured_transient_bytes)
 
 
-def _full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+def full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """What one sample saves for backward without recompute, experts that follow the rest of the layer included."""
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
     counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
     return np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)
+
+
+def following_expert_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """Of these, what tokens save for their experts."""
+    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
+    replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
+    columns = layers.experts
+    total: Floats = columns.activation_bytes / split + columns.replicated_activation_bytes / replicas
+    return total

@@ -13,7 +13,7 @@ from galvatron.planner.cost import CONVENTIONS, NEVER
 from galvatron.planner.plan.advice import impossibility, smallest_budget
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
-from galvatron.planner.search import CutRule
+from galvatron.planner.search import Candidates, CutRule
 from galvatron.planner.space import SPACES
 
 __all__ = ["Explanation", "Rival", "explain", "request_of", "rivals", "time_shares"]
@@ -53,8 +53,12 @@ def explain(plan: Plan) -> Explanation:
 def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
     """For each layer: the strategy that would be fastest by itself, what it would gain, and what it would cost."""
     problem = request.problem()
-    space, model = problem.space, request.model
-    strategies = space.strategies(request.cluster.devices // plan.pipeline_degree)
+    model = request.model
+    candidates = Candidates.of(problem.cost, problem.space, plan.pipeline_degree)
+    columns = candidates.columns(plan.micro_batch, plan.micro_batches)
+    searched = [candidates.strategy(columns, index) for index in range(len(columns.strategy))]
+    used = [strategy for stage in plan.stages for strategy in stage.strategies]  # by hand, maybe
+    strategies = tuple(dict.fromkeys([*searched, *used]))
     costs = problem.cost.stage(strategies, plan.pipeline_degree)
     tables = costs.tables(np.array(plan.micro_batch), np.array(plan.micro_batches))
     names = [str(strategy) for strategy in strategies]
@@ -133,6 +137,7 @@ def time_shares(plan: Plan) -> dict[str, float]:
     seconds = {
         "compute": m * use.compute_s,
         "tensor-parallel communication": m * use.tp_s,
+        "tokens on their way to experts": m * use.ep_s,
         "gathering and scattering shards": m * use.sdp_s,
         "layout changes": m * use.layout_s,
         "transfers between stages": m * use.transfer_s,

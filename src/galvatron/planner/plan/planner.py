@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -110,7 +110,9 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        return default_switches(self.cluster) if self.switches is None else self.switches
+        """The extensions searched; a model without experts has no use for expert parallelism."""
+        switches = default_switches(self.cluster) if self.switches is None else self.switches
+        return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
     def problem(self) -> Problem:
         """The search problem this request is."""
@@ -257,6 +259,7 @@ class _Pricing:
                 transfer_s=transfer_ns / 1e9,
                 sync_s=total(self.parts.sync_s),
                 optimizer_s=total(self.parts.optimizer_s),
+                ep_s=total(self.parts.ep_s),
             ),
             in_flight=flying,
             memory_bytes=sum(asdict(memory).values()),
@@ -279,8 +282,10 @@ class _Pricing:
             if self.tables.time_ns[self.kinds[index], self.column_of[strategy]] < NEVER:
                 continue
             kind = self.request.model.layers[index]
-            whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None
+            whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None and not kind.experts
             reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
+            if not kind.allows_experts(strategy):
+                reason = "it has no experts" if kind.experts is None else "its experts do not divide"
             raise InvalidInput(
                 f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "
                 f"micro-batches of {self.decisions.micro_batch}: {reason}"

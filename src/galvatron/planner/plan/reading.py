@@ -174,6 +174,11 @@ def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, wh
         lengths = layer.tensor_parallel.sequence_divides if layer.tensor_parallel else ()
         having = f"sequences of {', '.join(map(str, lengths))}" if lengths else "nothing to divide along a sequence"
         raise InvalidInput(f"{where}.strategy: {text!r} divides sequences, but {layer.name!r} has {having}")
+    if not layer.allows_experts(strategy):
+        having = f"{layer.experts.count} experts of width {layer.experts.divides}" if layer.experts else "no experts"
+        raise InvalidInput(f"{where}.strategy: {text!r} divides experts, but {layer.name!r} has {having}")
+    if strategy.experts and not plan.space.expert_parallel:
+        raise InvalidInput(f"{where}.strategy: {text!r} has ep, which space.expert_parallel says was off")
     for name in (switch.name for switch in LAYER_SWITCHES):
         if getattr(strategy, name) and not getattr(plan.space, name):
             raise InvalidInput(f"{where}.strategy: {text!r} uses {name}, which space.{name} says was off")

@@ -114,6 +114,8 @@ class TimeUse:
     """Gradient synchronisation, once an iteration."""
     optimizer_s: float
     """Optimizer step, once an iteration."""
+    ep_s: float = 0.0
+    """Tokens on their way to experts with axes of their own, and back; only plans of models with experts have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,9 +209,16 @@ class PlanRecord:
         return max(stage.memory_bytes for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
+        """As the file has it. What only models with experts have is left out for others, whose files stay as they
+        were before there were experts."""
         facts = asdict(self)
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
+        facts["cluster"]["facts"] = self.cluster.facts.to_dict()
+        if all(kind.experts is None for kind in self.model.kinds):
+            del facts["space"]["expert_parallel"]
+            for stage in facts["stages"]:
+                del stage["time"]["ep_s"]
         return facts
 
 

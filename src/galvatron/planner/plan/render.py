@@ -168,17 +168,25 @@ def _layers(explanation: Explanation) -> Table:
 
 def _meaning(strategy: str) -> Iterator[str]:
     axes, *flags = strategy.split("+")
+    dense, _, experts = axes.partition("/")
+    yield from _axis_meanings(dense)
+    if experts:
+        yield f"experts: {', '.join(_axis_meanings(experts))}"
+    notes = {switch.text: switch.note for switch in LAYER_SWITCHES}
+    yield from (notes[flag] for flag in flags)
+
+
+def _axis_meanings(axes: str) -> Iterator[str]:
     words = {
         "sdp": "{}-way sharded states",
         "dp": "{} replicas",
         "tp": "weights split {} ways",
+        "ep": "divided {} ways",
         "single": "one device",
     }
     for axis in axes.split("-"):
         kind = axis.rstrip("0123456789")
         yield words[kind].format(axis[len(kind) :])
-    notes = {switch.text: switch.note for switch in LAYER_SWITCHES}
-    yield from (notes[flag] for flag in flags)
 
 
 def _memory(plan: Plan) -> Table:

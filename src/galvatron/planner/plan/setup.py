@@ -105,10 +105,11 @@ def _reject_unusable_switches(setup: Setup) -> None:
     kinds = space_named(_space(setup)).kinds
     for switch in SWITCHES:
         if setup.get(switch.name) and not switch.space_needs <= kinds:
-            needed = " and ".join(kind.upper() for kind in Kind if kind in switch.space_needs)
+            needed = [kind.upper() for kind in Kind if kind in switch.space_needs]
+            kinds_needed = f"both {' and '.join(needed)}" if len(needed) > 1 else needed[0]
             raise InvalidInput(
-                f"--{switch.option} needs both {needed}, which space {_space(setup)!r} does not hold; use --space full "
-                f"or drop --{switch.option}"
+                f"--{switch.option} needs {kinds_needed}, which space {_space(setup)!r} does not hold; "
+                f"use --space full or drop --{switch.option}"
             )
 
 

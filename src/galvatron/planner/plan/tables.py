@@ -105,7 +105,10 @@ def groups_view(cluster: Cluster) -> RenderableType:
     table = _table("group of device 0", "devices", *(collective.replace("_", "-") for collective in Collective))
     for group in cluster.groups:
         links = [group.link(collective) for collective in Collective]
-        figures = [f"{link.bytes_per_s / 1e9:.3g} GB/s, {format_seconds(link.latency_s)}" for link in links]
+        figures = [
+            "–" if link is None else f"{link.bytes_per_s / 1e9:.3g} GB/s, {format_seconds(link.latency_s)}"
+            for link in links
+        ]
         table.add_row(", ".join(map(str, group.ranks)), str(len(group.ranks)), *figures)
     return table
 

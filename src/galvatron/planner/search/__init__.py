@@ -1,5 +1,6 @@
 """The exact search: stages (layers), cuts (stages of a pipeline), outer (batch × pipeline × micro-batches)."""
 
+from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule
 from galvatron.planner.search.outer import Optimum, Problem, Proof, least_budget, search
@@ -7,6 +8,7 @@ from galvatron.planner.search.stage import StageProblem, StageSolution, solve_st
 
 __all__ = [
     "Candidate",
+    "Candidates",
     "Combination",
     "CutRule",
     "Optimum",

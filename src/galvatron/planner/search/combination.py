@@ -12,9 +12,10 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Schedule
-from galvatron.planner.cost import NEVER, Integers, Pace, StageCosts, iteration_ns
+from galvatron.core.spec import Schedule, Strategy
+from galvatron.planner.cost import NEVER, Integers, Pace, iteration_ns
 from galvatron.planner.search.bounds import Floats, hull_multipliers, priced_minima
+from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.planner.search.stage import StageProblem, StageSolution
 from galvatron.planner.search.tied import TiedWeights, raise_least_peaks, solve_tied
@@ -109,29 +110,35 @@ class Combination:
     def __init__(
         self,
         layers: Layers,
-        costs: StageCosts,
+        candidates: Candidates,
         candidate: Candidate,
         *,
         schedule: Schedule,
         budget: int,
         positions: tuple[int, ...] | None = None,
     ) -> None:
-        self.layers, self.costs = layers, costs
+        self.layers, self.candidates, self.costs = layers, candidates, candidates.costs
         self.fixed = positions
         pipeline_degree, batch, micro_batches = candidate.pipeline_degree, candidate.batch, candidate.micro_batches
         self.stages, self.batch, self.micro_batches = pipeline_degree, batch, micro_batches
-        self.pace = Pace.of(schedule, pipeline_degree, micro_batches, costs.cost.cluster.compute_contention)
+        self.pace = Pace.of(schedule, pipeline_degree, micro_batches, self.costs.cost.cluster.compute_contention)
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
-        self.tables = costs.tables(np.array(self.micro_batch), np.array(micro_batches))
-        self.change = costs.change_ns(self.micro_batch)
-        self.transfer = costs.transfer_ns(self.micro_batch)
-        self.tied = TiedWeights(costs, self.micro_batch)
+        self.columns = candidates.columns(self.micro_batch, micro_batches)
+        self.tables = self.columns.tables
+        self.layout_of: Integers = self.costs.layout_of[self.columns.strategy]
+        self.change = self.costs.change_ns(self.micro_batch)
+        self.transfer = self.costs.transfer_ns(self.micro_batch)
+        self.tied = TiedWeights(self.costs, self.micro_batch, self.columns.strategy)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
         self.stages_solved = 0
+
+    def strategies(self, stage: StageSolution) -> tuple[Strategy, ...]:
+        """The strategies of a stage's layers."""
+        return tuple(self.candidates.strategy(self.columns, index) for index in stage.choice)
 
     def memory(self, in_flight_count: int) -> Integers:
         memory: Integers = self.tables.state_bytes + in_flight_count * self.tables.activation_bytes
@@ -207,7 +214,7 @@ class Combination:
         kinds, usable = self.layers.kinds, self.tables.time_ns < NEVER
         layouts = np.zeros((len(usable), len(self.costs.layouts)), dtype=bool)
         for kind, row in enumerate(usable):
-            layouts[kind, self.costs.layout_of[row]] = True
+            layouts[kind, self.layout_of[row]] = True
         entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
         entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
         leave[1:-1] = np.where(layouts[kinds[:-1]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
@@ -335,7 +342,7 @@ class Combination:
             time=self.tables.time_ns,
             memory=self.memory(in_flight_count),
             transient=self.tables.transient_bytes,
-            layout_of=self.costs.layout_of,
+            layout_of=self.layout_of,
             change=self.change,
             entry=nothing if before < 0 else self.transfer[before],
             exit=nothing if last else self.transfer[runs[-1][0]],

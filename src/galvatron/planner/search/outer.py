@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron.core.spec import Schedule, Strategy
-from galvatron.planner.cost import NEVER, CostModel, Pace, StageCosts
-from galvatron.planner.search.bounds import Floats, hull_multipliers
+from galvatron.planner.cost import NEVER, CostModel, Pace
+from galvatron.planner.search.bounds import Floats
+from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import Space, divisors
@@ -69,8 +70,7 @@ class Optimum:
     @property
     def strategies(self) -> tuple[tuple[Strategy, ...], ...]:
         """Strategy of each layer, by stage."""
-        of = self.combination.costs.strategies
-        return tuple(tuple(of[index] for index in stage.choice) for stage in self.solved.stages)
+        return tuple(self.combination.strategies(stage) for stage in self.solved.stages)
 
 
 def search(problem: Problem) -> Optimum | None:
@@ -87,7 +87,7 @@ def least_budget(problem: Problem) -> int | None:
     Time plays no part, so this needs no search over strategies: each layer takes what needs least.
     """
     runs = _Search(problem)
-    pairs = ((b, d, m) for d in runs.stage_costs for b in problem.batches for m in runs.micro_batch_counts(b, d))
+    pairs = ((b, d, m) for d in runs.candidates for b in problem.batches for m in runs.micro_batch_counts(b, d))
     peaks = (runs.combination(batch, degree, count).least_peak() for batch, degree, count in pairs)
     least = min(peaks, default=NEVER)
     return None if least >= NEVER else int(least)
@@ -99,8 +99,8 @@ class _Search:
         model, cluster = problem.cost.model, problem.cost.cluster
         index = {kind.name: i for i, kind in enumerate(model.kinds)}
         self.layers = Layers(np.array([index[layer.name] for layer in model.layers]), len(model.kinds))
-        self.stage_costs: dict[int, StageCosts] = {
-            degree: problem.cost.stage(problem.space.strategies(cluster.devices // degree), degree)
+        self.candidates: dict[int, Candidates] = {
+            degree: Candidates.of(problem.cost, problem.space, degree)
             for degree in problem.space.pipeline_degrees(cluster.devices)
             if degree <= len(model.layers)
         }
@@ -116,7 +116,7 @@ class _Search:
         rule = self.problem.cuts
         if rule is CutRule.EXACT:
             return None
-        cost, costs = self.problem.cost, self.stage_costs[degree]
+        cost, costs = self.problem.cost, self.candidates[degree].costs
         kinds = cost.model.kinds
         if rule is CutRule.LAYERS:
             weights = np.ones(len(kinds))
@@ -171,7 +171,7 @@ class _Search:
     def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
         return Combination(
             self.layers,
-            self.stage_costs[degree],
+            self.candidates[degree],
             Candidate(degree, batch, micro_batches),
             schedule=self.problem.schedule,
             budget=self.problem.budget,
@@ -205,42 +205,36 @@ class _Search:
 
     def _first_bounds(self) -> Iterator[tuple[Candidate, float]]:
         """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
-        for degree, costs in self.stage_costs.items():
+        for degree, candidates in self.candidates.items():
             pairs = self._undominated(degree)
-            size = max(1, _CHUNK // (len(costs.strategies) * len(self.layers.total)))
+            size = max(1, _CHUNK // (candidates.size * len(self.layers.total)))
             for start in range(0, len(pairs), size):
                 chunk = pairs[start : start + size]
-                bounds = self._bounds_of(degree, costs, chunk)
+                bounds = self._bounds_of(degree, candidates, chunk)
                 for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
                     if np.isfinite(bound):
                         yield Candidate(degree, batch, micro_batches), bound
 
-    def _bounds_of(self, degree: int, costs: StageCosts, pairs: Sequence[tuple[int, int]]) -> Floats:
+    def _bounds_of(self, degree: int, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> Floats:
         """Bounds of many combinations of one pipeline degree at once.
 
         All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
         time of the slowest single layer.
         """
-        batch = np.array([b for b, _ in pairs])
+        batches = np.array([b for b, _ in pairs])
         micro_batches = np.array([m for _, m in pairs])
-        tables = costs.tables(batch // micro_batches, micro_batches)
         in_flight = self.problem.schedule.in_flight
         held = np.array([in_flight(degree - 1, degree, m) for _, m in pairs])  # no stage holds fewer than the last
-        usable = tables.time_ns < NEVER
-        memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
-        transient = np.where(usable, tables.transient_bytes, NEVER).min(axis=2)
-        counts = self.layers.total
-        least_memory = memory.min(axis=2, keepdims=True)
+        prices = candidates.prices(batches // micro_batches, micro_batches, held)
+        transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
-        room = room - least_memory[:, :, 0] @ counts  # prices apply to what is above the least, to keep them accurate
-        memory = memory - least_memory
-        middle = len(pairs) // 2
-        lams = hull_multipliers(tables.time_ns[middle], memory[middle])
+        room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
+        lams = prices.multipliers(len(pairs) // 2)
         lams = lams[:: max(1, len(lams) // 12)]
         total = np.full(len(pairs), -np.inf)
         for lam in lams:
-            total = np.maximum(total, (tables.time_ns + lam * memory).min(axis=2) @ counts - lam * room)
-        slowest_layer = tables.time_ns.min(axis=2).max(axis=1)
+            total = np.maximum(total, prices.priced(lam) @ counts - lam * room)
+        slowest_layer = prices.time.max(axis=1)
         contention = self.problem.cost.cluster.compute_contention
         paces = [Pace.of(self.problem.schedule, degree, count, contention) for _, count in pairs]
         again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)

@@ -97,7 +97,10 @@ def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> Stag
 
 
 def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budget: int) -> tuple[list[int], Floats]:
-    """Useful θ in increasing order, each with a bound that ignores layout changes."""
+    """Useful θ in increasing order, each with a bound that ignores layout changes.
+
+    Some layer needs just θ: what no layer needs so much for is found with a smaller θ and more budget.
+    """
     if any(kind.time.size == 0 for kind in kinds.values()):
         return [], np.empty(0)
     smallest = max(int(kind.transient.min()) for kind in kinds.values())
@@ -110,13 +113,20 @@ def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budg
     room = budget - thetas - sum(counts[index] * lightest[index] for index in kinds)
     bounds = -lams[:, None] * room
     extra = np.zeros(thetas.size, dtype=np.int64)
+    just = np.full(bounds.shape, np.inf)
     for index, kind in kinds.items():
         order = np.argsort(kind.transient, kind="stable")
         upto = np.searchsorted(kind.transient[order], thetas, side="right") - 1
         memory = kind.memory[order] - lightest[index]
         priced = kind.time[order] + lams[:, None] * memory
-        bounds += counts[index] * np.minimum.accumulate(priced, axis=1)[:, upto]
+        least = np.minimum.accumulate(priced, axis=1)[:, upto]
+        bounds += counts[index] * least
+        needed, begins = np.unique(kind.transient[order], return_index=True)
+        places = np.searchsorted(needed, thetas).clip(max=len(needed) - 1)
+        exact = np.minimum.reduceat(priced, begins, axis=1)[:, places]
+        np.minimum(just, np.where(needed[places] == thetas, exact - least, np.inf), out=just)
         extra += counts[index] * np.minimum.accumulate(memory)[upto]
+    bounds += just
     fits = extra <= room
     return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
 

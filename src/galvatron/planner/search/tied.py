@@ -8,11 +8,12 @@ the price added to the later users' tables; the best of those is the optimum.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from galvatron.planner.cost import NEVER, Integers, Resplit, StageCosts, Tables
+from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.cuts import CutMatrix
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
 
@@ -22,20 +23,24 @@ __all__ = ["TiedWeights", "raise_least_peaks", "solve_tied"]
 class TiedWeights:
     """How one combination shares tied weights."""
 
-    def __init__(self, costs: StageCosts, micro_batch: int) -> None:
+    def __init__(self, costs: StageCosts, micro_batch: int, strategies: Places) -> None:
         self.costs = costs
-        self._micro_batch = micro_batch
+        self._micro_batch, self._strategies = micro_batch, strategies
+        self.split_of: Integers = costs.split_of[:, strategies]
+        """(T, S) how each kind's weights are split under the strategy of each candidate."""
         self._resplits: dict[int, Resplit] = {}
 
     def resplit(self, split: int) -> Resplit:
         """What later users pay where the owner splits the weight in the way of this number."""
         if split not in self._resplits:
-            self._resplits[split] = self.costs.resplit(self._micro_batch, split)
+            whole = self.costs.resplit(self._micro_batch, split)
+            taken = {each.name: getattr(whole, each.name)[:, self._strategies] for each in fields(Resplit)}
+            self._resplits[split] = Resplit(**taken)
         return self._resplits[split]
 
     def splits(self, kind: int) -> list[int]:
         """The ways in which a kind of layer can split a weight."""
-        return sorted(set(self.costs.split_of[kind].tolist()))
+        return sorted(set(self.split_of[kind].tolist()))
 
 
 def solve_tied(
@@ -48,7 +53,7 @@ def solve_tied(
     best = solve_stage(problem, budget, cutoff)
     if best is None or len(sharing) < 2:
         return best
-    split_of = tied.costs.split_of
+    split_of = tied.split_of
     if len({int(split_of[problem.kinds[place], best.choice[place]]) for place in sharing}) == 1:
         return best
     least, best = best.time, None
@@ -76,7 +81,7 @@ def _by_owner(
     for split in tied.splits(int(kinds[owner])):
         paid = tied.resplit(split)
         time, memory, transient = problem.time[rows], problem.memory[rows], problem.transient[rows]
-        time[first] = np.where(tied.costs.split_of[kinds[owner]] == split, time[first], NEVER)
+        time[first] = np.where(tied.split_of[kinds[owner]] == split, time[first], NEVER)
         time[first + 1 :] += paid.time_ns[resplit]
         memory[first + 1 :] += in_flight_count * paid.activation_bytes[resplit]
         transient[first + 1 :] += paid.transient_bytes[resplit]
@@ -118,7 +123,7 @@ def _least_sums(
     tied_places = plain + in_flight_count * paid.activation_bytes
     transient = np.where(usable, tables.transient_bytes, NEVER)
     late = np.where(usable, tables.transient_bytes + paid.transient_bytes, NEVER)
-    held = transient[kinds[owner]], plain[kinds[owner]], tied.costs.split_of[kinds[owner]] == split
+    held = transient[kinds[owner]], plain[kinds[owner]], tied.split_of[kinds[owner]] == split
     for theta in sorted({*transient[usable].tolist(), *late[usable].tolist()}):
         up_to = np.where(transient <= theta, plain, NEVER).min(axis=1)[kinds].cumsum()
         after = np.where(late <= theta, tied_places, NEVER).min(axis=1)[kinds].cumsum()

@@ -11,7 +11,7 @@ All that is used of FSDP2 is in this module.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -52,8 +52,17 @@ class ShardGroups:
         return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sdp"))
 
 
-def shard(module: nn.Module, groups: ShardGroups, device_type: str, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Divide a layer's parameters; computation is in ``dtype``, reduction and masters in the parameters' own type."""
+def shard(
+    module: nn.Module,
+    groups: ShardGroups,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    reshard: bool,
+    others: Collection[nn.Parameter] = (),
+) -> None:
+    """Divide a layer's parameters but the ``others``; computation is in ``dtype``, reduction and masters in the
+    parameters' own type."""
     wide = next(module.parameters()).dtype
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != wide else None, reduce_dtype=wide, cast_forward_inputs=False
@@ -63,6 +72,7 @@ def shard(module: nn.Module, groups: ShardGroups, device_type: str, dtype: torch
         mesh=groups.mesh(device_type),
         reshard_after_forward=reshard,
         mp_policy=policy,
+        ignored_params=set(others),
     )
     assert isinstance(module, FSDPModule)
     # The loss is divided by the number of targets of the whole batch, so gradients are sums everywhere.
@@ -72,16 +82,29 @@ def shard(module: nn.Module, groups: ShardGroups, device_type: str, dtype: torch
 
 def shard_root(stage: nn.Module, units: Sequence[ShardedUnit], device_type: str) -> None:
     """Let the sharded layers of a stage share streams and prefetch each other; the stage itself owns nothing."""
-    managed = {parameter for unit in units for parameter in unit.module.parameters()}
+    managed = {parameter for unit in units for parameter in unit._sharded}
     ignored = {parameter for parameter in stage.parameters() if parameter not in managed}
     fully_shard(stage, mesh=units[0].groups.mesh(device_type), reshard_after_forward=False, ignored_params=ignored)
 
 
-def prefetch(units: Sequence[ShardedUnit]) -> None:
-    """Gather each layer's parameters while the one before it computes."""
-    for first, second in pairwise(units):
-        first.fsdp.set_modules_to_forward_prefetch([second.fsdp])
-        second.fsdp.set_modules_to_backward_prefetch([first.fsdp])
+def prefetch(layers: Sequence[Sequence[ShardedUnit]]) -> None:
+    """Gather each layer's parameters while the one before it computes; ``layers``: the sharded units of each.
+
+    The first unit of a layer gathers ahead: the others of the layer, which are inside it, then the first of the next
+    one. Those inside a layer gather nothing ahead in forward, because a recomputed forward would gather for layers
+    whose backward is over.
+    """
+    for first, *inner in layers:
+        for unit in (first, *inner):
+            if unit.inside:
+                unit.fsdp.set_modules_to_backward_prefetch([unit.fsdp])  # itself: without this, FSDP2 would choose
+        if inner:
+            first.fsdp.set_modules_to_forward_prefetch([unit.fsdp for unit in inner])
+            first.fsdp.set_modules_to_backward_prefetch([unit.fsdp for unit in inner])
+    for (first, *inner), (second, *after) in pairwise(layers):
+        if not first.inside:
+            first.fsdp.set_modules_to_forward_prefetch([*(unit.fsdp for unit in inner), second.fsdp])
+        second.fsdp.set_modules_to_backward_prefetch([*(unit.fsdp for unit in after), first.fsdp])
 
 
 class ShardedUnit(Unit):
@@ -94,9 +117,11 @@ class ShardedUnit(Unit):
         pairs: list[tuple[LocalParameter, nn.Parameter]],
         *,
         zero2: bool,
+        inside: bool = False,
     ) -> None:
-        """``pairs``: each with FSDP2's sharded parameter, whose local part the master shares its memory with."""
-        self.module, self.groups, self.zero2 = module, groups, zero2
+        """``pairs``: each with FSDP2's sharded parameter, whose local part the master shares its memory with;
+        ``inside``: the module is a part of a layer, whose forward runs again in backward where it is recomputed."""
+        self.module, self.groups, self.zero2, self.inside = module, groups, zero2, inside
         self.locals = [local for local, _ in pairs]
         self._sharded = [parameter for _, parameter in pairs]
         device = self._sharded[0].device

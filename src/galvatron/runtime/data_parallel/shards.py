@@ -31,10 +31,14 @@ class ShardBlock:
         """The view of it in the shard's tensor."""
         return shard[tuple(slice(start, start + size) for start, size in zip(self.inside, self.sizes, strict=True))]
 
+    def in_whole(self, whole: Tensor) -> Tensor:
+        """The view of it in the whole tensor."""
+        return whole[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """How tensor parallelism divides a parameter."""
+    """How tensor parallelism divides a parameter along a dim, or expert parallelism along the first."""
 
     dim: int
     index: int
@@ -55,40 +59,32 @@ class TensorSplit:
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """A rank's part of a parameter: what tensor parallelism leaves of it, and of that the rows sharding leaves."""
+    """A rank's part of a parameter: what tensor and expert parallelism leave of it, and of that the rows sharding
+    leaves."""
 
     shape: tuple[int, ...]
     """Of the whole."""
-    split: TensorSplit | None = None
+    splits: tuple[TensorSplit, ...] = ()
+    """Each along a dim of its own."""
     rows: range | None = None
-    """Of the first dim after the cut; None: all."""
+    """Of the first dim after the splits; None: all."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        if self.split is not None:
-            whole = whole.index_select(
-                self.split.dim, self.split.positions(self.shape[self.split.dim]).to(whole.device)
-            )
+        for split in self.splits:
+            whole = whole.index_select(split.dim, split.positions(self.shape[split.dim]).to(whole.device))
         return whole if self.rows is None else whole[self.rows.start : self.rows.stop]
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Write this rank's part into the whole."""
-        if self.split is None:
-            target = whole if self.rows is None else whole[self.rows.start : self.rows.stop]
-            target.copy_(part)
-            return
-        positions = self.split.positions(self.shape[self.split.dim]).to(whole.device)
-        if self.rows is not None and self.split.dim == 0:
-            positions = positions[self.rows.start : self.rows.stop]
-        elif self.rows is not None:
-            whole = whole[self.rows.start : self.rows.stop]
-        whole.index_copy_(self.split.dim, positions, part.to(whole.dtype))
+        for block in self.blocks():
+            block.in_whole(whole).copy_(block.of(part))
 
     def blocks(self) -> list[ShardBlock]:
         """The shard as blocks of the whole, in order; none if it is empty."""
         along = [[(0, range(size))] for size in self.shape]
-        if self.split is not None:
-            along[self.split.dim] = _placed(self.split.runs(self.shape[self.split.dim]))
+        for split in self.splits:
+            along[split.dim] = _placed(split.runs(self.shape[split.dim]))
         if self.rows is not None:
             along[0] = [
                 (max(start, self.rows.start) - self.rows.start, kept)

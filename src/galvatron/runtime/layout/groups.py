@@ -131,6 +131,17 @@ class LayerGroups:
     """Holds the same parameters (DP)."""
     shard: GroupKey
     """Holds a part each of the parameters, or of gradients and states (SDP, ZeRO-2)."""
+    expert_tensor: GroupKey
+    """Computes the same experts together (their TP). This and what follows is for experts with axes of their own;
+    those of other layers are computed and held as the rest of the layer."""
+    expert_data: GroupKey
+    """Holds the same experts (their DP)."""
+    expert_shard: GroupKey
+    """Holds a part each of the same experts (their SDP)."""
+    dispatch: GroupKey
+    """Has all experts together: tokens travel in it (EP)."""
+    token_slices: GroupKey
+    """Has the same tokens, which its ranks divide among them before their experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,12 @@ def layer_groups(position: Position, strategy: Strategy) -> LayerGroups:
         tensor=GroupKey(ranks_along(position, strategy.factors(Kind.TP))),
         data=GroupKey(ranks_along(position, strategy.factors(Kind.DP))),
         shard=GroupKey(ranks_along(position, strategy.sharding_factors)),
+        expert_tensor=GroupKey(ranks_along(position, strategy.expert_factors(Kind.TP))),
+        expert_data=GroupKey(ranks_along(position, strategy.expert_factors(Kind.DP))),
+        expert_shard=GroupKey(ranks_along(position, strategy.expert_factors(Kind.SDP))),
+        # On channels of their own: in the same group tokens would wait for parameters that are gathered ahead.
+        dispatch=GroupKey(ranks_along(position, strategy.expert_factors(Kind.EP)), "dispatch"),
+        token_slices=GroupKey(ranks_along(position, strategy.token_slices)),
     )
 
 

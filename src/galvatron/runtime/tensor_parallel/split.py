@@ -6,7 +6,7 @@ compute path is a DTensor. Weights are on the meta device at this point: only th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from galvatron.families.rules import (
     PartialGradients,
     Region,
     Rows,
+    Rule,
     SharedKey,
     Summed,
     Table,
@@ -35,7 +36,7 @@ from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.regions import Entrance, Readers, SplitColumns, SplitRows
 from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding, split_lookup
 
-__all__ = ["SplitParameters", "TensorGroup", "split"]
+__all__ = ["SplitParameters", "TensorGroup", "cut", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,12 @@ class SplitParameters:
     """Of the whole ones, those of whose gradient each rank has a part."""
 
 
-def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset()) -> SplitParameters:
-    """Apply the layer's rules. ``shared`` parameters are left whole."""
-    splitter = _Splitter(layer, tensor, shared)
-    for rule in layer.rules:
+def split(
+    layer: Layer, rules: Sequence[Rule], tensor: TensorGroup, shared: frozenset[str] = frozenset()
+) -> SplitParameters:
+    """Apply the layer's rules, or some of them. ``shared`` parameters are left whole."""
+    splitter = _Splitter(layer, rules, tensor, shared)
+    for rule in rules:
         match rule:
             case Columns():
                 splitter.columns(rule)
@@ -93,13 +96,13 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
                 splitter.summed(rule)
             case Region() | Whole() | PartialGradients():
                 pass
-    for rule in layer.rules:
+    for rule in rules:
         if isinstance(rule, Region):  # last: it must find the replaced projections inside it
             splitter.region(rule)
         elif isinstance(rule, Whole):
             splitter.whole(rule)
     splitter.readers()
-    inside = tuple(f"{rule.path}." for rule in layer.rules if isinstance(rule, PartialGradients))
+    inside = tuple(f"{rule.path}." for rule in rules if isinstance(rule, PartialGradients))
     names = dict(layer.named_parameters())
     return SplitParameters(
         splits={name: splitter.splits[own] for name, own in names.items() if own in splitter.splits},
@@ -108,8 +111,9 @@ def split(layer: Layer, tensor: TensorGroup, shared: frozenset[str] = frozenset(
 
 
 class _Splitter:
-    def __init__(self, layer: Layer, tensor: TensorGroup, shared: frozenset[str]) -> None:
+    def __init__(self, layer: Layer, rules: Sequence[Rule], tensor: TensorGroup, shared: frozenset[str]) -> None:
         self.layer, self.tensor, self.shared = layer, tensor, shared
+        self._rules = rules
         self.splits: dict[nn.Parameter, TensorSplit] = {}
         self._columns: dict[str, SplitColumns] = {}
         self._words = range(0)
@@ -203,9 +207,9 @@ class _Splitter:
 
     def readers(self) -> None:
         """Columns outside of regions enter by themselves, those of one input together."""
-        regions = tuple(f"{rule.path}." for rule in self.layer.rules if isinstance(rule, Region))
+        regions = tuple(f"{rule.path}." for rule in self._rules if isinstance(rule, Region))
         together: dict[int | str, list[SplitColumns]] = {}
-        for rule in self.layer.rules:
+        for rule in self._rules:
             if isinstance(rule, Columns) and not (regions and f"{rule.path}.".startswith(regions)):
                 key = rule.path if rule.input is None else rule.input
                 together.setdefault(key, []).append(self._columns[rule.path])
@@ -225,7 +229,7 @@ class _Splitter:
         tensor = self.tensor
         inside = [
             column
-            for column in self.layer.rules
+            for column in self._rules
             if isinstance(column, Columns) and f"{column.path}.".startswith(f"{rule.path}.")
         ]
         readers = {
@@ -253,19 +257,25 @@ class _Splitter:
 
     def _cut(self, name: str, dim: int, parts: int = 1) -> nn.Parameter | None:
         owner, _, attribute = name.rpartition(".")
-        parameter = getattr(self.layer.get_submodule(owner), attribute)
-        if parameter is None:
+        if getattr(self.layer.get_submodule(owner), attribute) is None:
             return None
-        cut = TensorSplit(dim=dim, index=self.tensor.index, degree=self.tensor.degree, parts=parts)
-        shape = list(parameter.shape)
-        shape[dim] = len(cut.positions(shape[dim]))
-        empty: Tensor = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        local = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for module in self.layer.modules():  # a layer may know one parameter under two names
-            for alias in [key for key, value in module._parameters.items() if value is parameter]:
-                setattr(module, alias, local)
-        self.splits[local] = cut
+        made = TensorSplit(dim=dim, index=self.tensor.index, degree=self.tensor.degree, parts=parts)
+        local = cut(self.layer, name, made)
+        self.splits[local] = made
         return local
+
+
+def cut(layer: Layer, name: str, split: TensorSplit) -> nn.Parameter:
+    """Replace a parameter by this rank's part of it, without values yet."""
+    parameter = layer.get_parameter(name)
+    shape = list(parameter.shape)
+    shape[split.dim] = len(split.positions(shape[split.dim]))
+    empty: Tensor = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    local = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for module in layer.modules():  # a layer may know one parameter under two names
+        for alias in [key for key, value in module._parameters.items() if value is parameter]:
+            setattr(module, alias, local)
+    return local
 
 
 def _outputs(projection: nn.Module) -> int:

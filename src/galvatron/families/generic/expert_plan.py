@@ -1,0 +1,95 @@
+"""The experts of a stock model that expert parallelism can divide: from its own plan (``model.ep_plan``, such as
+``"model.layers.*.mlp.experts.down_proj": "grouped_gemm"``), and, where it has none, those in transformers' standard
+form.
+
+Experts that we cannot divide are named, and then none are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from galvatron.families.generic.tensor_plan import starred
+from galvatron.families.rules import DividedExperts
+
+__all__ = ["ExpertRules", "find_experts"]
+
+_DIVIDED = "grouped_gemm"
+"""The plan's word for a parameter that has the experts along its first dim."""
+_STANDARD = re.compile(r"(gate_up|up|down)_proj(_bias)?")
+"""Parameters of experts in transformers' standard form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRules:
+    """The experts of a model's blocks."""
+
+    blocks: Mapping[str, DividedExperts] = field(default_factory=dict)
+    """For each kind that has some, with paths in its layer."""
+    refused: str = ""
+    """Why none can be divided though the model has experts."""
+
+
+class _NoExpertParallelism(Exception):
+    """Why experts cannot be divided."""
+
+
+def find_experts(model: nn.Module, blocks: str, kinds: Sequence[str]) -> ExpertRules:
+    """The experts of each kind of block; ``blocks``: the name of their list."""
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    try:
+        found = {kind: _block_experts(model, f"{blocks}.{index}") for kind, index in first.items()}
+    except _NoExpertParallelism as reason:
+        return ExpertRules(refused=str(reason))
+    return ExpertRules(
+        blocks={kind: replace(own, path=f"block.{own.path}") for kind, own in found.items() if own is not None}
+    )
+
+
+def _block_experts(model: nn.Module, name: str) -> DividedExperts | None:
+    plan = getattr(model, "ep_plan", None)
+    plan = dict(plan) if isinstance(plan, Mapping) else {}
+
+    def planned(path: str, module: nn.Module) -> frozenset[str]:
+        names = (own for own, _ in module.named_parameters(recurse=False))
+        return frozenset(own for own in names if plan.get(starred(f"{name}.{path}.{own}")) == _DIVIDED)
+
+    found = [
+        (path, module, planned(path, module))
+        for path, module in model.get_submodule(name).named_modules()
+        if path and (planned(path, module) or _standard(module))
+    ]
+    if len(found) > 1:
+        paths = " and ".join(path for path, _, _ in found)
+        raise _NoExpertParallelism(f"a block has several modules of experts ({paths}), expected one")
+    return _divided(*found[0]) if found else None
+
+
+def _standard(module: nn.Module) -> bool:
+    """Whether a module has the form of ``transformers.integrations.moe.use_experts_implementation``."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+
+
+def _divided(path: str, module: nn.Module, planned: frozenset[str]) -> DividedExperts:
+    kind = type(module).__name__
+    arguments = list(inspect.signature(module.forward).parameters)
+    if len(arguments) != 3 or "ind" not in arguments[1] or "weight" not in arguments[2]:
+        raise _NoExpertParallelism(
+            f"{path} ({kind}) takes {', '.join(arguments)}; expected hidden states, the index of each token's experts "
+            "and their weights"
+        )
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int):
+        raise _NoExpertParallelism(f"{path} ({kind}) does not say how many experts it has (num_experts)")
+    for name, own in module.named_parameters():
+        known = name in planned if planned else _STANDARD.fullmatch(name)
+        if not known or own.ndim < 2 or own.shape[0] != count:
+            raise _NoExpertParallelism(
+                f"{path}.{name} of shape {list(own.shape)} is no parameter with {count} experts along its first dim"
+            )
+    return DividedExperts(path, count, tuple(name for name, _ in module.named_parameters()))

@@ -1,0 +1,231 @@
+"""What experts with axes of their own add to the price of their layer (docs/cost-model.md, "Experts").
+
+Over the factors T of the layer's TP all ranks hold the same tokens. The experts' TP, T', is part of T; the ranks of
+T∖T' divide the tokens among them, an all-to-all over EP brings copies of them to their experts and back, and an
+all-gather makes them whole again. Expert parameters are divided by EP and T', and replicated or sharded over the
+experts' own DP and SDP.
+
+All of it depends on the strategy of the layer only through its TP, sequence parallelism and recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron.core.spec import GRADIENT_BYTES, Axis, Cluster, Factors, Kind, Precision, Strategy
+from galvatron.planner.cost import computation, memory
+from galvatron.planner.cost.arrays import Places, expert_groups, layer_arrays, strategy_arrays
+from galvatron.planner.cost.communication import (
+    Floats,
+    GroupLinks,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    overlapped_s,
+    reduce_scatter_s,
+)
+from galvatron.planner.cost.conventions import working_sets
+from galvatron.planner.cost.inputs import CostInputs
+from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables, rounded_up
+
+__all__ = ["ExpertCosts", "ExpertPairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPairs:
+    """Strategies and axes for the experts, and which of them go together."""
+
+    strategies: Sequence[Strategy]
+    axes: Sequence[tuple[Axis, ...]]
+    strategy_of: Places
+    """(S,) for each pair."""
+    axes_of: Places
+
+    @classmethod
+    def of(cls, strategies: Sequence[Strategy]) -> ExpertPairs:
+        """Strategies with the axes that each of them has."""
+        everywhere = np.arange(len(strategies))
+        return cls(strategies, [strategy.experts for strategy in strategies], everywhere, everywhere)
+
+
+class ExpertCosts:
+    """Prices of the experts' axes of strategies; rows are the kinds of layer that have experts."""
+
+    def __init__(self, cost: CostInputs, pairs: ExpertPairs, pipeline_degree: int) -> None:
+        self.cost = cost
+        kinds = cost.model.kinds
+        self.rows: Places = np.array([row for row, kind in enumerate(kinds) if kind.experts], dtype=np.intp)
+        """The kinds that have experts."""
+        layers = layer_arrays(cost.model, cost.cluster, cost.profile, pairs.strategies)
+        self._layers = layers.at(self.rows, pairs.strategy_of)
+        self._arrays = strategy_arrays(pairs.strategies, cost.cluster).at(pairs.strategy_of)
+        self._groups = expert_groups(pairs.axes, cost.cluster).at(pairs.axes_of)
+        self._slices = _token_slices(pairs, cost.cluster)
+        """The ranks that divide among them the tokens that all of them hold."""
+        alone = [Strategy(experts=axes) for axes in pairs.axes]
+        allowed = [[kinds[row].allows_experts(each) for each in alone] for row in self.rows]
+        self._allowed = np.array(allowed, dtype=bool).reshape(len(self.rows), len(alone))[:, pairs.axes_of]
+        self._pipelined = pipeline_degree > 1
+        self._held: Floats = self._layers.experts.parameters / (self._groups.ep.size * self._groups.tp.size)
+        """(K, S) expert parameters on one device before SDP shards them."""
+        self._shard = self._held / self._groups.sdp.size
+        self._sharded = self._groups.sdp.size > 1
+        precision, groups = cost.model.training.precision, self._groups
+        self._exchange_fixed_s = self._exchange_s(np.zeros(1))
+        self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
+        self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
+        self._each_backward_s = self._gather_s + reduce_scatter_s(self._held * GRADIENT_BYTES, groups.sdp)
+        self._with_sync_s = self._each_backward_s + all_reduce_s(self._shard * GRADIENT_BYTES, groups.dp)
+        copy_bytes = precision.bytes * (~self._sharded & (precision is Precision.BF16))
+        self._states: Floats = self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes
+        """In bf16 a working copy stays beside the states unless SDP gathers it."""
+        self._saved_bytes = np.where(self._arrays.recompute, 0.0, self._full_bytes)
+        self._work_bytes = self._sample_work_bytes()
+
+    def layer_costs(self, micro_batch: Integers) -> LayerCosts:
+        """What a micro-batch takes longer, by what the time is spent on: (…, K, S).
+
+        What the experts gather, scatter and sum hides behind the computation of the rest of the layer.
+        """
+        cluster, columns = self.cost.cluster, self._layers.experts
+        slowdown = cluster.overlap_slowdown
+        samples = micro_batch / self._arrays.data
+        forward = samples * columns.rest_forward_s
+        backward = samples * columns.rest_backward_s + self._arrays.recompute * forward
+        gather_exposed = self._gather_s
+        if self.cost.conventions.gather_ahead:
+            gather_exposed = overlapped_s(forward, self._gather_s, slowdown) - forward
+        with_scatter = overlapped_s(backward, self._each_backward_s, slowdown)
+        nothing = np.zeros((1, 1))
+        return LayerCosts(
+            compute_s=nothing,
+            tp_s=nothing,
+            ep_s=samples * self._exchange_sample_s + self._exchange_fixed_s,
+            sdp_s=gather_exposed + (with_scatter - backward),
+            sync_s=overlapped_s(backward, self._with_sync_s, slowdown) - with_scatter,
+            optimizer_s=computation.step_s(self._shard, cluster.device, self.cost.optimizer),
+        )
+
+    def _exchange_s(self, samples: Floats) -> Floats:
+        """What tokens take on their way to the experts and back: in forward, in backward, and in forward again where
+        the layer is recomputed.
+
+        The busiest rank receives more than its share of the copies, by the imbalance. Under sequence parallelism a rank
+        holds its part of the sequence already: nothing is made whole afterwards, but ranks of T' need each other's part
+        before.
+        """
+        groups, columns = self._groups, self._layers.experts
+        tokens = samples * self._layers.boundary_bytes
+        copies = samples / self._slices.size * columns.dispatch_bytes * columns.imbalance
+        whole_s = np.where(
+            self._arrays.sequence_parallel,
+            all_gather_s(tokens / self._slices.size, groups.tp),
+            all_gather_s(tokens, self._slices),
+        )
+        once_s = 2 * all_to_all_s(copies, groups.ep) + all_reduce_s(copies, groups.tp) + whole_s
+        seconds: Floats = (2 + self._arrays.recompute) * once_s
+        return seconds
+
+    def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
+        """Integer tables of what the experts add, (…, K, S)."""
+        micro_batch, micro_batches = micro_batch[..., None, None], micro_batches[..., None, None]
+        samples = micro_batch / self._arrays.data
+        time = self.layer_costs(micro_batch).mean_ns(micro_batches)
+        saved = samples * self._saved_bytes
+        flying = samples * working_sets(micro_batches, self.cost.conventions, pipelined=self._pipelined)
+        return Tables(
+            time_ns=np.where(self._allowed, time, NEVER),
+            state_bytes=rounded_up(self._state_bytes(saved, micro_batches)),
+            activation_bytes=rounded_up(saved),
+            transient_bytes=rounded_up(self._transient_bytes(flying)),
+        )
+
+    def parts(self) -> Floats:
+        """(parts, S) all that the prices grow with whatever batch and micro-batches are; infinite where not allowed.
+
+        Exchanging tokens takes so long for the first sample of a micro-batch and for each more. What experts gather and
+        scatter in each micro-batch and sum once an iteration hides behind the same computation, so that sums of it
+        count. A gradient's place may be made late, so that states count with and without it. Activations and buffers of
+        tokens grow with what a rank has of them. The buffers of sharded experts lie where activations were: fewer
+        activations would make more of them, so sharded ones are compared only where they have equally many.
+        """
+        parts = (
+            self._exchange_sample_s + self._exchange_fixed_s,
+            self._exchange_sample_s,
+            self._gather_s,
+            self._each_backward_s,
+            self._with_sync_s,
+            self._shard,
+            self._states,
+            self._states - np.where(self._sharded, GRADIENT_BYTES * self._shard, 0.0),
+            1 / self._slices.size,
+            self._sharded * self._held,
+            self._sharded * self._slices.size,
+        )
+        table = np.stack([np.where(self._allowed, part, np.inf) for part in parts])
+        return table.reshape(-1, table.shape[-1])
+
+    def _state_bytes(self, saved: Floats, micro_batches: Integers) -> Floats:
+        """States of the experts' parameters; with one micro-batch a shard's gradient takes the place of what tokens
+        saved."""
+        late = (micro_batches == 1) & self.cost.conventions.late_gradients
+        if not late.any():
+            return self._states
+        gradient = np.minimum(GRADIENT_BYTES * self._shard, saved)
+        total: Floats = self._states - np.where(late & self._sharded, gradient, 0.0)
+        return total
+
+    @property
+    def _full_bytes(self) -> Floats:
+        """What one sample's tokens save for their experts on the busiest rank, without recompute: they are divided by
+        T∖T', and what they save inside an expert also by T'."""
+        columns, groups = self._layers.experts, self._groups
+        inside = columns.activation_bytes / groups.tp.size + columns.replicated_activation_bytes
+        total: Floats = columns.imbalance * inside / self._slices.size
+        return total
+
+    def _transient_bytes(self, samples: Floats) -> Floats:
+        """The work of the whole layer on the busiest rank, copies of tokens that it sends and receives, and under SDP
+        of the experts what sharding adds, as for a layer: gathered parameters, the gradient, and the fp32 buffer that
+        it is reduced from, in the place of activations that are gone.
+
+        FSDP2 gathers the unit ahead, which is the rest of the layer before: no second layer's experts are gathered.
+        """
+        conventions, precision = self.cost.conventions, self.cost.model.training.precision
+        work = samples * self._work_bytes
+        gathers = self._sharded & conventions.sdp_buffers_in_backward
+        whole = precision.bytes * self._held
+        growing = np.maximum(whole * memory.EARLY_GRADIENT, whole - work)
+        buffer = np.maximum(GRADIENT_BYTES * self._held - samples * self._saved_bytes, 0)
+        kept = self._sharded * conventions.largest_layers_kept * whole
+        total: Floats = work + np.where(gathers, whole + growing + buffer, 0) + kept
+        return total
+
+    def _sample_work_bytes(self) -> Floats:
+        """Gradients inside the layer's backward, copies of tokens, and what recompute restores, of one sample."""
+        layers, arrays, columns = self._layers, self._arrays, self._layers.experts
+        outside = np.maximum(
+            memory.full_activation_bytes(layers, arrays) - memory.following_expert_bytes(layers, arrays), 0.0
+        )
+        restored = arrays.recompute * (outside + self._full_bytes)
+        copies = (1 + columns.imbalance) * columns.dispatch_bytes / self._slices.size
+        inside = columns.imbalance * memory.working_bytes(layers, arrays, self.cost.conventions)
+        total: Floats = inside + copies + restored
+        return total
+
+
+def _token_slices(pairs: ExpertPairs, cluster: Cluster) -> GroupLinks:
+    """T∖T' of each pair."""
+    layer = [strategy.factors(Kind.TP) for strategy in pairs.strategies]
+    own = [Strategy(experts=axes).expert_factors(Kind.TP) for axes in pairs.axes]
+    known: dict[tuple[Factors, Factors], Factors] = {}
+    slices = []
+    for of_layer, of_experts in zip(pairs.strategy_of.tolist(), pairs.axes_of.tolist(), strict=True):
+        key = layer[of_layer], own[of_experts]
+        if key not in known:
+            known[key] = key[0] - key[1]
+        slices.append(known[key])
+    return GroupLinks.of(slices, cluster)

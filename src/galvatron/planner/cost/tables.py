@@ -1,0 +1,64 @@
+"""What costs are added up in: seconds by what they are spent on, and the integer tables of the search.
+
+Times are whole nanoseconds and memory whole bytes, rounded up, so that sums are exact in any order and plans are
+identical from run to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.planner.cost.communication import Floats
+
+__all__ = ["NEVER", "Integers", "LayerCosts", "Tables", "rounded_up"]
+
+Integers = NDArray[np.int64]
+NEVER = 1 << 44
+"""Nanoseconds or bytes of what cannot be done; sums of thousands still fit an int64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCosts:
+    """Where the time of one micro-batch goes, each (…, T, S) in seconds; communication is what stays exposed."""
+
+    compute_s: Floats
+    tp_s: Floats
+    ep_s: Floats
+    """Tokens on their way to experts with axes of their own, and back."""
+    sdp_s: Floats
+    sync_s: Floats
+    """Once an iteration: gradient synchronisation of DP and of tied weights, gathering of ZeRO-2."""
+    optimizer_s: Floats
+    """Once an iteration."""
+
+    @property
+    def steady_s(self) -> Floats:
+        return self.compute_s + self.tp_s + self.sdp_s + self.ep_s
+
+    @property
+    def once_s(self) -> Floats:
+        return self.sync_s + self.optimizer_s
+
+    def mean_ns(self, micro_batches: Integers) -> Integers:
+        """Mean time of a micro-batch, with its share of what is done once an iteration."""
+        return rounded_up((self.steady_s + self.once_s / micro_batches) * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """Costs of each kind of layer under each strategy, (…, T, S)."""
+
+    time_ns: Integers
+    """Mean time of a micro-batch, its share of once-an-iteration work included; NEVER where not allowed."""
+    state_bytes: Integers
+    activation_bytes: Integers
+    """Of one micro-batch in flight."""
+    transient_bytes: Integers
+
+
+def rounded_up(values: Floats) -> Integers:
+    """Round up, forgiving the last bits of floating point so that 3.0000000001 bytes are 3."""
+    return np.ceil(values - 1e-6).astype(np.int64)

@@ -1,0 +1,208 @@
+"""All that a layer may take in a stage, with its prices: strategies, and strategies with a choice for their experts.
+
+Strategies and choices are priced apart and then added up. For one combination of batch and micro-batches a choice that
+another one of its class beats in all prices is left out, and so is a strategy with its choice when another such pair
+beats it in the same layout: neither can be missed in an optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galvatron.core.spec import Strategy
+from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables
+from galvatron.planner.cost.arrays import Places
+from galvatron.planner.search.bounds import Floats, hull_multipliers
+from galvatron.planner.search.experts import ExpertChoices
+from galvatron.planner.search.thinning import undominated
+from galvatron.planner.space import Space
+
+__all__ = ["Candidates", "Columns", "Prices"]
+
+Number = TypeVar("Number", np.int64, np.float64)
+_FEW = 6
+"""Multipliers at which choices for experts are looked at, to find those of the whole."""
+_ROUNDS = 8
+"""Of thinning: later ones find little."""
+_FAR = 4 * NEVER
+"""Beyond all that can be done, even with a price added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The candidates of one combination, a column each."""
+
+    tables: Tables
+    """(T, S)"""
+    strategy: Places
+    """(S,) the strategy, without axes of its own for experts."""
+    choice: Places
+    """(S,) the choice for the experts; −1: they follow the rest of the layer."""
+
+
+class Candidates:
+    """The candidates of one pipeline degree."""
+
+    def __init__(self, costs: StageCosts, experts: ExpertChoices | None = None) -> None:
+        self.costs = costs
+        self._experts = experts
+        numbers = {strategy: number for number, strategy in enumerate(costs.strategies)}
+        own = experts.strategies if experts else ()
+        self._numbers: Places = np.array([numbers[strategy] for strategy in own], dtype=np.intp)
+        """(R,) of the strategies under which experts may have axes of their own."""
+        self._alike = self._groups(experts) if experts else self._numbers
+        """(R,) strategies with equal numbers give the layer the same layout, and its weights the same split."""
+
+    @classmethod
+    def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
+        """Those of a space, for a model on its cluster."""
+        devices = cost.cluster.devices // pipeline_degree
+        costs = cost.stage(space.strategies(devices), pipeline_degree)
+        return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
+
+    def _groups(self, experts: ExpertChoices) -> Places:
+        layouts = self.costs.layout_of[self._numbers]
+        splits = self.costs.split_of[experts.costs.rows][:, self._numbers]
+        return np.unique(np.vstack([layouts, splits]), axis=1, return_inverse=True)[1].reshape(-1).astype(np.intp)
+
+    @property
+    def size(self) -> int:
+        """How many prices a kind of layer has in a combination."""
+        own = 0 if self._experts is None else len(self._experts.strategies) + len(self._experts.axes_of)
+        return len(self.costs.strategies) + own
+
+    def strategy(self, columns: Columns, index: int) -> Strategy:
+        """The strategy of a column."""
+        plain: Strategy = self.costs.strategies[int(columns.strategy[index])]
+        choice = int(columns.choice[index])
+        if choice < 0 or self._experts is None:
+            return plain
+        return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
+
+    def prices(self, micro_batch: Integers, micro_batches: Integers, held: Integers) -> Prices:
+        """Of many combinations, of which a stage holds so many micro-batches in flight."""
+        plain = _Part.of(self.costs.tables(micro_batch, micro_batches), held)
+        if self._experts is None:
+            return Prices(plain)
+        rest, added = self._experts.tables(micro_batch, micro_batches)
+        return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
+
+    def columns(self, micro_batch: int, micro_batches: int) -> Columns:
+        """Of one combination, those that may be part of an optimum."""
+        batch, count = np.array(micro_batch), np.array(micro_batches)
+        plain = self.costs.tables(batch, count)
+        places = np.arange(len(self.costs.strategies))
+        follows = np.full_like(places, -1)
+        if self._experts is None:
+            return Columns(plain, places, follows)
+        rest, added = self._experts.tables(batch, count)
+        own, choice = self._pairs(self._experts, rest, added)
+        pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
+        useful = undominated(self._alike[own], _compared(pairs), _ROUNDS)
+        useful = useful[(pairs.time_ns[:, useful] < NEVER).any(axis=0)]
+        rows = self._experts.costs.rows
+
+        def side_by_side(name: str) -> Integers:
+            beside = np.full((len(plain.time_ns), len(useful)), NEVER if name == "time_ns" else 0)
+            beside[rows] = np.minimum(getattr(pairs, name)[:, useful], NEVER)
+            return np.hstack([getattr(plain, name), beside])
+
+        strategy = np.append(places, self._numbers[own[useful]])
+        return Columns(_table_by_table(side_by_side), strategy, np.append(follows, choice[useful]))
+
+    def _pairs(self, experts: ExpertChoices, rest: Tables, added: Tables) -> tuple[Places, Places]:
+        """Strategies that can be run at all, each with the choices of its class that no other beats."""
+        possible = np.nonzero((rest.time_ns < NEVER).any(axis=0))[0]
+        classes = np.zeros(len(experts.first), dtype=bool)
+        classes[experts.class_of[possible]] = True
+        choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
+        kept = undominated(experts.class_of_choice[choices], _compared(added)[:, choices], _ROUNDS)
+        return experts.pairs(possible, choices[kept])
+
+
+def _table_by_table(make: Callable[[str], Integers]) -> Tables:
+    return Tables(**{each.name: make(each.name) for each in fields(Tables)})
+
+
+def _compared(tables: Tables) -> Integers:
+    """(prices, S): what one column must not have more of than another to beat it; what is not allowed beats nothing."""
+    allowed = tables.time_ns < NEVER
+    ways = [np.where(allowed, getattr(tables, each.name), _FAR) for each in fields(Tables)]
+    return np.concatenate(ways)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Prices of columns in many combinations, (…, T, S) each."""
+
+    time: Integers
+    memory: Integers
+    transient: Integers
+
+    @classmethod
+    def of(cls, tables: Tables, held: Integers) -> _Part:
+        usable = tables.time_ns < NEVER
+        memory = tables.state_bytes + held[:, None, None] * tables.activation_bytes
+        return cls(tables.time_ns, np.where(usable, memory, NEVER), np.where(usable, tables.transient_bytes, NEVER))
+
+
+class Prices:
+    """Least prices of each kind of layer in many combinations, (…, T) each, whatever it takes."""
+
+    def __init__(
+        self, plain: _Part, own: tuple[_Part, _Part] | None = None, experts: ExpertChoices | None = None
+    ) -> None:
+        self._plain, self._own, self._experts = plain, own, experts
+        self.time: Integers = self._least(lambda part: part.time)
+        self.memory: Integers = self._least(lambda part: part.memory)
+        self.transient: Integers = self._least(lambda part: part.transient)
+        plain.memory[...] -= self.memory[..., None]
+        if own is not None and experts is not None:
+            own[0].memory[...] -= self.memory[..., experts.costs.rows, None]
+
+    def multipliers(self, place: int) -> Floats:
+        """At which the least time + λ·memory of the combination at this place changes."""
+        plain = self._plain
+        known = hull_multipliers(plain.time[place], plain.memory[place])
+        if self._own is None or self._experts is None:
+            return known
+        rest, added = ((part.time[place], part.memory[place]) for part in self._own)
+        points = [(plain.time[place][self._experts.costs.rows], plain.memory[place][self._experts.costs.rows])]
+        for lam in known[:: -(-len(known) // _FEW)]:
+            best = _first_least(added[0] + lam * added[1], self._experts)[:, self._experts.class_of]
+            together = (one + np.take_along_axis(other, best, axis=1) for one, other in zip(rest, added, strict=True))
+            points.append(tuple(together))
+        time, memory = (np.hstack(each) for each in zip(*points, strict=True))
+        return np.union1d(known, hull_multipliers(np.minimum(time, NEVER), memory))
+
+    def priced(self, lam: float) -> Floats:
+        """Least time + λ·memory, of memory what is above the least."""
+
+        def price(part: _Part) -> Floats:
+            seconds: Floats = part.time + lam * part.memory
+            return seconds
+
+        return self._least(price)
+
+    def _least(self, price: Callable[[_Part], NDArray[Number]]) -> NDArray[Number]:
+        """The least of a price that adds up: the experts' choice adds its own to what the rest of the layer costs."""
+        least: NDArray[Number] = price(self._plain).min(axis=-1)
+        if self._own is not None and self._experts is not None:
+            rest, added = self._own
+            of_class = np.minimum.reduceat(price(added), self._experts.first, axis=-1)
+            together = (price(rest) + of_class[..., self._experts.class_of]).min(axis=-1)
+            rows = self._experts.costs.rows
+            least[..., rows] = np.minimum(least[..., rows], together)
+        return least
+
+
+def _first_least(priced: Floats, experts: ExpertChoices) -> Places:
+    """(K, classes) the cheapest choice of each class."""
+    least = np.minimum.reduceat(priced, experts.first, axis=-1)
+    among = np.where(priced == least[:, experts.class_of_choice], np.arange(priced.shape[1]), priced.shape[1])
+    return np.minimum.reduceat(among, experts.first, axis=-1)

@@ -1,0 +1,1 @@
+"""Expert parallelism: experts on some ranks each, and tokens that travel to them."""
