@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
+from galvatron.families.rules import Table
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -107,7 +108,8 @@ class _Description:
                 if layer.rules:
                     split(layer, layer.rules, TensorGroup(group=group))
         traced: dict[str, _Traced] = {}
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _named_failures(type(self._model).__name__):
+        named, decided = _named_failures(type(self._model).__name__), _Decided()  # type: ignore[no-untyped-call]
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided:
             _give_values(first.values())
             fakes = replace(
                 context,
@@ -135,25 +137,33 @@ class _Traced:
     largest: int
     """Bytes of its largest operation, in and out."""
     boundary: int
+    experts: _Inside | None
+    """Of these, what happens inside its experts."""
+
+
+@dataclass(slots=True)
+class _Inside:
+    """What a layer's experts do with one sample."""
+
+    flops: int = 0
+    saved: int = 0
+    dispatch: int = 0
+    """Bytes of its tokens, once for each of their experts."""
 
 
 def _spec(
     layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorParallel | None, tied: int, boundary: int
 ) -> LayerSpec:
-    def divided(all_: int, of_one: int) -> int:
-        """The part of a figure that is halved on one of two ranks."""
-        return min(max(_RANKS * (all_ - of_one) // (_RANKS - 1), 0), all_)
-
     if half is None or tensor is None:
         half, tensor = whole, None
-    saved = divided(whole.saved, half.saved)
+    saved = _divided(whole.saved, half.saved)
     return LayerSpec(
         name=layer.kind,
         parameters=whole.parameters,
         tied_parameters=tied,
-        replicated_parameters=whole.parameters - divided(whole.parameters, half.parameters),
+        replicated_parameters=whole.parameters - _divided(whole.parameters, half.parameters),
         forward_flops=whole.flops,
-        replicated_flops=0 if tensor is None else whole.flops - divided(whole.flops, half.flops),
+        replicated_flops=0 if tensor is None else whole.flops - _divided(whole.flops, half.flops),
         split_activation_bytes=saved,
         replicated_activation_bytes=whole.saved - saved,
         boundary_bytes=boundary,
@@ -161,6 +171,35 @@ def _spec(
         # the gradient of the boundary waits.
         transient_bytes=whole.largest * 3 // 2 + boundary,
         tensor_parallel=tensor,
+        experts=_experts(layer, whole.experts, half.experts, tensor),
+    )
+
+
+def _divided(all_: int, of_one: int) -> int:
+    """The part of a figure that is halved on one of two ranks."""
+    return min(max(_RANKS * (all_ - of_one) // (_RANKS - 1), 0), all_)
+
+
+def _experts(
+    layer: Layer, whole: _Inside | None, half: _Inside | None, tensor: TensorParallel | None
+) -> Experts | None:
+    """What the planner needs to know of a layer's experts; None: it has none that can be divided."""
+    rule = layer.experts
+    if rule is None or whole is None or half is None:
+        return None
+    module = layer.get_submodule(rule.path)
+    tables = [own for own in layer.rules if isinstance(own, Table) and own.path.startswith(f"{rule.path}.")]
+    saved = _divided(whole.saved, half.saved)
+    return Experts(
+        count=rule.count,
+        parameters=sum(own.numel() for own in module.parameters()),
+        forward_flops=whole.flops,
+        activation_bytes=saved,
+        replicated_activation_bytes=whole.saved - saved,
+        dispatch_bytes=whole.dispatch,
+        divides=tuple(sorted({layer.get_parameter(own.path).shape[own.dim] // own.parts for own in tables})),
+        forward_collectives=0 if tensor is None else 1,
+        backward_collectives=0 if tensor is None else 1,
     )
 
 
@@ -206,6 +245,16 @@ def _faked(call: Call, fake: FakeTensorMode) -> Call:
         lambda own: fake.from_tensor(own) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
     )
     return Call(call.block, args, kwargs)
+
+
+class _Decided(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Questions that a model asks about values are answered with no: whether to leave out a block (it never is), or
+    whether a mask is needed that the example does not need."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return False
+        return function(*args, **(kwargs or {}))
 
 
 class _Work(TorchDispatchMode):
@@ -269,7 +318,14 @@ _FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention
 def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Tensor, _Traced]:
     work = _Work(layer.parameters(), given)
     counter = FlopCounterMode(display=False, custom_mapping=_FUSED)
-    with counter, saved_tensors_hooks(work.pack, lambda own: own), work:
+    inside = None if layer.experts is None else _Inside()
+    with ExitStack() as stack:
+        if layer.experts is not None and inside is not None:
+            module = layer.get_submodule(layer.experts.path)
+            stack.enter_context(_watched(module, inside, lambda: (work.flops + counter.get_total_flops(), work.saved)))
+        stack.enter_context(counter)
+        stack.enter_context(saved_tensors_hooks(work.pack, lambda own: own))
+        stack.enter_context(work)
         (made,) = layer(activations, context)
     return made, _Traced(
         parameters=sum(own.numel() for own in layer.parameters()),
@@ -277,4 +333,29 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
         saved=work.saved,
         largest=work.largest,
         boundary=_bytes(made),
+        experts=inside,
     )
+
+
+@contextmanager
+def _watched(module: nn.Module, inside: _Inside, so_far: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """Add up what happens while a module of experts runs; ``so_far``: operations and saved bytes of the layer."""
+    before: list[tuple[int, int]] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+        hidden, chosen = args[:2]
+        inside.dispatch += chosen.numel() * hidden.shape[-1] * hidden.element_size()
+        before.append(so_far())
+
+    def leave(*_: Any) -> None:
+        flops, saved = so_far()
+        first = before.pop()
+        inside.flops += flops - first[0]
+        inside.saved += saved - first[1]
+
+    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
