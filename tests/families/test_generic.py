@@ -460,3 +460,10 @@ def test_what_a_batch_does_not_use_is_kept_but_not_trained() -> None:
     assert [name for name, own in held.items() if not own.requires_grad] == ["tower.weight", "tower.bias"]
     with pytest.raises(InvalidInput, match="the batch has pixels, for which tower may be needed"):
         layered.context({**batch, "pixels": torch.zeros(4, 3)}, torch.float32)
+
+
+def test_a_model_that_changes_itself_is_refused() -> None:
+    """Short sequences make BigBird replace its blocks' attention, which blocks that run alone would not know of."""
+    config = AutoConfig.for_model("big_bird", **_SIZES, attention_type="block_sparse", block_size=4)
+    with pytest.raises(InvalidInput, match="forward replaces parts of them, depending on the batch"):
+        layered_model(_make("BigBirdForMaskedLM", config))

@@ -78,6 +78,7 @@ _RULES: tuple[_Rule, ...] = (
         r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_moe_experts|n_routed_experts",
         lambda own, value: min(value, max(4, own.degree)),
     ),
+    (r"zero_expert_num", lambda own, value: min(value, 2)),
     (
         r"(num_)?experts_per_(tok|token)|moe_k|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk",
         lambda own, value: min(value, 2),

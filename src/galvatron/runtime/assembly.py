@@ -5,8 +5,10 @@ Works layer by layer, so that a rank never holds more than one whole layer besid
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -241,6 +243,7 @@ class _Assembler:
             locals_ = self._shard(part, strategy.sharding_factors)
         else:
             locals_ = self._replicate(part)
+        part.stage_layer.after_backward = partial(_passed, weakref.ref(self.units[-1]))
         for number, tie, use in self._ties(part.index):
             if not tie.small and number not in self._tied:
                 self._own(number, tie, use, part, locals_[use.name])
@@ -336,6 +339,12 @@ class _Assembler:
             return SplitRowsOf(None, (), split=False)
         ranks = layer_groups(self.position, part.strategy).tensor.ranks
         return SplitRowsOf(part.tensor.group, ranks, split=name in part.splits)
+
+
+def _passed(unit: weakref.ref[Unit]) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.passed()
 
 
 def _set_everywhere(layer: Layer, old: nn.Parameter, new: nn.Parameter) -> None:
