@@ -467,3 +467,17 @@ def test_a_model_that_changes_itself_is_refused() -> None:
     config = AutoConfig.for_model("big_bird", **_SIZES, attention_type="block_sparse", block_size=4)
     with pytest.raises(InvalidInput, match="forward replaces parts of them, depending on the batch"):
         layered_model(_make("BigBirdForMaskedLM", config))
+
+
+def test_who_reads_a_weight() -> None:
+    """MobileBERT's head multiplies by its decoder's weight without calling the decoder: a tied weight must be there
+    while the head runs."""
+    config = AutoConfig.for_model(
+        "mobilebert", **_SIZES, embedding_size=8, true_hidden_size=8, num_feedforward_networks=1
+    )
+    layered = layered_model(_make("MobileBertForMaskedLM", config))
+    (tie,) = layered.ties
+    head = layered.layers[-1]
+    path = next(use.name for use in tie.uses if layered.layers[use.layer] is head).rpartition(".")[0]
+    assert head.caller(path) is layered.model.get_submodule("cls.predictions")
+    assert head.caller(path) is not head.get_submodule(path)

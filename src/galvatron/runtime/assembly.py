@@ -178,26 +178,21 @@ class _Assembler:
             if tie.small:
                 self._attach_table(number, tie, use, part)
             elif number in self._tied:
-                path, _, name = use.name.rpartition(".")
-                user, owner = part.layer.get_submodule(path), self._tied[number](part)
-                attach_tied(user, name, owner, self._like, self._prepare.get(number))
+                attach_tied(part.layer, use.name, self._tied[number](part), self._like, self._prepare.get(number))
 
     def _attach_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         """A small table is whole on each rank; a layer sees the columns of its own heads."""
         if number not in self._tied:
             self._make_table(number, tie, use, part)
-        path, _, name = use.name.rpartition(".")
         rule = next((rule for rule in part.layer.rules if isinstance(rule, Table) and rule.path == use.name), None)
         owner = self._tied[number](part)
         if part.tensor is not None and rule is not None:
             whole = self.owners[number].shard.shape[rule.dim]
             mine = part_of(whole, part.tensor.index, part.tensor.degree)
             dim = rule.dim
-            attach_tied(
-                part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like
-            )
+            attach_tied(part.layer, use.name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like)
         else:
-            attach_tied(part.layer.get_submodule(path), name, owner, self._like)
+            attach_tied(part.layer, use.name, owner, self._like)
 
     @property
     def _like(self) -> Tensor:
