@@ -24,6 +24,7 @@ from galvatron.families.generic.describe import describe
 from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights
+from galvatron.families.tiny import tiny_config
 from galvatron.families.weights import InitialWeights, ModelWeights
 
 _SIZES: dict[str, Any] = {
@@ -472,9 +473,7 @@ def test_a_model_that_changes_itself_is_refused() -> None:
 def test_who_reads_a_weight() -> None:
     """MobileBERT's head multiplies by its decoder's weight without calling the decoder: a tied weight must be there
     while the head runs."""
-    config = AutoConfig.for_model(
-        "mobilebert", **_SIZES, embedding_size=8, true_hidden_size=8, num_feedforward_networks=1
-    )
+    config = tiny_config(AutoConfig.for_model("mobilebert", num_hidden_layers=2))
     layered = layered_model(_make("MobileBertForMaskedLM", config))
     (tie,) = layered.ties
     head = layered.layers[-1]

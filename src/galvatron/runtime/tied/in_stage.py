@@ -51,7 +51,9 @@ def attach_tied(
 
     def detach(module: nn.Module, args: Any, output: Any) -> None:
         object.__setattr__(user, name, stand_in)
-        for made in tree_leaves(output) if prepare is not None else ():
+        if prepare is None:
+            return
+        for made in tree_leaves(output):
             if isinstance(made, Tensor) and made.requires_grad:
                 made.register_hook(lambda gradient: prepare())
 
