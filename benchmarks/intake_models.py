@@ -129,10 +129,10 @@ def _complete(config: Any) -> None:
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
             _complete(value)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = vars(config).get("num_attention_heads")
     open_ = {**_OPEN, "num_key_value_heads": heads, **_OPEN_IN.get(config.model_type, {})}
     for name, value in open_.items():
-        if name in vars(config) and value is not None and (getattr(config, name) is None or name not in _OPEN):
+        if name in vars(config) and value is not None and (vars(config)[name] is None or name not in _OPEN):
             setattr(config, name, value)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0

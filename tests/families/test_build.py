@@ -97,6 +97,8 @@ def test_a_configuration_that_builds_no_model() -> None:
     config.architectures = ["Dots1ForCausalLM"]
     with pytest.raises(InvalidInput, match=r"Dots1ForCausalLM: transformers .* cannot build it .*\(TypeError: "):
         build_meta(config, Training())
+    with pytest.raises(InvalidInput, match=r"gpt2: transformers .* cannot build it from this configuration"):
+        build_meta({"model_type": "gpt2", "n_embd": "wide"}, Training())
 
 
 @pytest.mark.parametrize(("content", "message"), [({}, "no field model_type"), ({"model_type": "brt"}, "'brt'")])

@@ -22,6 +22,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights
+from galvatron.families.tiny import tiny_config
 from galvatron.families.weights import InitialWeights, ModelWeights
 
 _SIZES: dict[str, Any] = {
@@ -421,3 +422,22 @@ def test_what_a_batch_does_not_use_is_kept_but_not_trained() -> None:
     assert [name for name, own in held.items() if not own.requires_grad] == ["tower.weight", "tower.bias"]
     with pytest.raises(InvalidInput, match="the batch has pixels, for which tower may be needed"):
         layered.context({**batch, "pixels": torch.zeros(4, 3)}, torch.float32)
+
+
+def test_a_model_that_changes_itself_is_refused() -> None:
+    """Short sequences make BigBird replace its blocks' attention, which blocks that run alone would not know of."""
+    config = AutoConfig.for_model("big_bird", **_SIZES, attention_type="block_sparse", block_size=4)
+    with pytest.raises(InvalidInput, match="forward replaces parts of them, depending on the batch"):
+        layered_model(_make("BigBirdForMaskedLM", config))
+
+
+def test_who_reads_a_weight() -> None:
+    """MobileBERT's head multiplies by its decoder's weight without calling the decoder: a tied weight must be there
+    while the head runs."""
+    config = tiny_config(AutoConfig.for_model("mobilebert", num_hidden_layers=2))
+    layered = layered_model(_make("MobileBertForMaskedLM", config))
+    (tie,) = layered.ties
+    head = layered.layers[-1]
+    path = next(use.name for use in tie.uses if layered.layers[use.layer] is head).rpartition(".")[0]
+    assert head.caller(path) is layered.model.get_submodule("cls.predictions")
+    assert head.caller(path) is not head.get_submodule(path)

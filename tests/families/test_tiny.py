@@ -23,6 +23,7 @@ from galvatron.runtime.trial import random_model
         ("qwen3_next", "Qwen3NextForCausalLM", {}),  # heads of linear attention
         ("deepseek_v3", "DeepseekV3ForCausalLM", {}),  # heads of two parts
         ("luke", "LukeForMaskedLM", {}),  # a second vocabulary
+        ("mobilebert", "MobileBertForMaskedLM", {}),  # narrower embeddings: a projection that must not be empty
     ],
 )
 def test_it_runs(kind: str, name: str, options: dict[str, Any]) -> None:
@@ -30,6 +31,7 @@ def test_it_runs(kind: str, name: str, options: dict[str, Any]) -> None:
     small = tiny_config(config, degree=2)
     model = random_model(getattr(transformers, name), small, Training(attention=Attention.EAGER))
     assert sum(own.numel() for own in model.parameters()) < 200_000
+    assert all(own.numel() for own in model.parameters())
     ids = torch.arange(8).view(1, 8) % TINY_TOKENS
     assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
 

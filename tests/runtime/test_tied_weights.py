@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from parity import check
 from small_models import config
 from torch import nn
 
+from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.tied.in_stage import attach_tied
 
 _TIED = {
@@ -101,8 +103,14 @@ def test_three_users(stages: list[list[str]]) -> None:
 def test_a_tied_weight_can_be_asked_for_its_type_before_its_module_runs() -> None:
     """Mamba's head does ``hidden.to(self.lm_head.weight.dtype)``. Its values are NaN meanwhile, so that no use of them
     goes unnoticed."""
+
+    class Head(Layer):
+        def forward(self, activations: Activations, context: Any) -> Activations:
+            return activations
+
     user, owner = nn.Linear(2, 3, bias=False, device="meta"), nn.Parameter(torch.ones(3, 2))
-    attach_tied(user, "weight", lambda: owner, torch.empty(0, dtype=torch.bfloat16))
+    head = Head("head", {"linear": ("linear", user)})
+    attach_tied(head, "linear.weight", lambda: owner, torch.empty(0, dtype=torch.bfloat16))
     for _ in range(2):
         assert user.weight.dtype == torch.bfloat16
         assert user.weight.shape == (3, 2)

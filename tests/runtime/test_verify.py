@@ -24,6 +24,7 @@ from galvatron.core.errors import Unequal
 from galvatron.core.spec import ONE_F_ONE_B
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
+from galvatron.runtime.tied.in_stage import resplit
 from galvatron.runtime.verify import difference, verify
 
 _CPU = torch.device("cpu")
@@ -82,8 +83,8 @@ def _difference(plan: galvatron.Plan, broken: str | None = None) -> str | None:
         return difference(_model(), plan, device=_CPU)
 
 
-def _lost(weight: Tensor, *_: Any) -> Tensor:
-    return weight.detach()
+def _lost(weight: Tensor, *places: Any) -> Tensor:
+    return resplit(weight, *places).detach()
 
 
 def _same(labels: Tensor) -> Tensor:

@@ -47,21 +47,10 @@ def build_meta(
     if training.dropout is False:
         _zero_dropout(config)
     config.use_cache = False
-    attention = "sdpa" if training.attention is Attention.FUSED else "eager"
-    stock: Any = stock_class(config, as_named=as_named)
-    if attention == "sdpa" and not stock._supports_sdpa:
-        _LOG.warning("%s has no fused attention in transformers: it trains with attention 'eager'", stock.__name__)
-        attention = "eager"
+    stock = stock_class(config, as_named=as_named)
     # Constructors draw random numbers for some parameters, which nobody will see.
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
-        try:
-            model: nn.Module = stock._from_config(config, attn_implementation=attention, dtype=torch.float32)
-        except Exception as error:  # of whatever kind: transformers checks little before it computes
-            reason = str(error).strip().partition("\n")[0]
-            raise InvalidInput(
-                f"{stock.__name__}: transformers {transformers.__version__} cannot build it from this configuration "
-                f"({type(error).__name__}: {reason}); compare it with the config.json of a published model"
-            ) from error
+        model = _built(stock, config, fused=training.attention is Attention.FUSED)
     _parameters_to_meta(model)
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
@@ -69,6 +58,31 @@ def build_meta(
             f"{stock.__name__}: its buffer {lost[0]} gets its value only with the weights; build the model with them"
         )
     return model
+
+
+def _built(stock: Any, config: PreTrainedConfig, *, fused: bool) -> nn.Module:
+    try:
+        if fused and stock._supports_sdpa:
+            try:
+                model: nn.Module = stock._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+                return model
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):  # which a part of the model does not have
+                    raise
+        if fused:
+            _LOG.warning("%s has no fused attention in transformers: it trains with attention 'eager'", stock.__name__)
+        model = stock._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    except Exception as error:  # of whatever kind: transformers checks little before it computes
+        raise _unusable(stock.__name__, error) from error
+    return model
+
+
+def _unusable(name: str, error: Exception) -> InvalidInput:
+    reason = str(error).strip().partition("\n")[0]
+    return InvalidInput(
+        f"{name}: transformers {transformers.__version__} cannot build it from this configuration "
+        f"({type(error).__name__}: {reason}); compare it with the config.json of a published model"
+    )
 
 
 def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
@@ -82,7 +96,10 @@ def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
         raise InvalidInput(
             f"model_type is {kind!r}, which transformers {transformers.__version__} does not know"
         ) from None
-    config: PreTrainedConfig = type(empty).from_dict(dict(content))
+    try:
+        config: PreTrainedConfig = type(empty).from_dict(dict(content))
+    except Exception as error:  # of whatever kind: each class checks its fields in its own way
+        raise _unusable(str(kind), error) from error
     return config
 
 

@@ -74,6 +74,10 @@ class Layer(nn.Module, ABC):
         owner, _, name = path.rpartition(".")
         setattr(self.get_submodule(owner), name, module)
 
+    def caller(self, path: str) -> nn.Module:
+        """The module whose forward uses the weights of the one with this path: itself."""
+        return self.get_submodule(path)
+
     def drawing_modules(self) -> Iterator[nn.Module]:
         """All modules that its forward runs: some may draw random numbers."""
         return self.modules()

@@ -36,6 +36,8 @@ class _Sizes:
     """What the number of experts is a multiple of."""
     expand: int
     """How many times as wide a state space is as the model."""
+    hidden: int
+    """The model's true width; 0: not said."""
     stateful: bool
     """Whether heads are those of a state space."""
 
@@ -69,17 +71,19 @@ _RULES: tuple[_Rule, ...] = (
     (r"qk_head_dim", lambda own, _: _HEAD + own.rotary),
     (r"mamba_d_ssm", lambda own, _: own.expand * own.width),
     (
-        r"hidden_size|d_model|n_embd|dim|embed_dim|emb_dim|embedding_dim|embedding_size|word_embed_proj_dim"
+        r"hidden_size|d_model|n_embd|dim|embed_dim|emb_dim|embedding_dim|word_embed_proj_dim"
         r"|hidden_dim_base|(input|output)_embedding_size|cross_attention_hidden_size|pooler_hidden_size|lru_width"
         r"|attention_hidden_size|hidden_size_per_layer_input|prediction_head_size",
         lambda own, _: own.width,
     ),
+    (r"embedding_size", lambda own, value: own.width if value >= own.hidden else own.width // 2),
     (r"(q|kv|o|attention|mla)?_?lora_rank(_.*)?", lambda own, value: min(value, 2 * _HEAD)),
     (r"(mamba_|ssm_)?(d_state|state_size)|mamba_dt_rank|time_step_rank", lambda own, value: min(value, 2 * _HEAD)),
     (
         r"(moe_)?(num|n)_(local_|routed_)?experts|moe_num_experts|num_moe_experts|n_routed_experts",
         lambda own, value: min(value, -(-max(4, own.degree) // own.experts) * own.experts),
     ),
+    (r"zero_expert_num", lambda own, value: min(value, 2)),
     (
         r"(num_)?experts_per_(tok|token)|moe_k|moe_top_?k|top_k_experts|num_experts_per_token|moe_topk",
         lambda own, value: min(value, 2),
@@ -169,6 +173,13 @@ def _sizes(fields: Mapping[str, Any], degree: int, experts: int) -> _Sizes:
         kv_heads = 1  # one head for all (multi-query): no TP divides it
     elif found and shared and found % shared == 0:
         heads = base * min(found // shared, 4)
+    hidden = fields.get("hidden_size")
     return _Sizes(
-        heads=heads, kv_heads=kv_heads, degree=degree, experts=experts, expand=expand, stateful="expand" in fields
+        heads=heads,
+        kv_heads=kv_heads,
+        degree=degree,
+        experts=experts,
+        expand=expand,
+        hidden=hidden if isinstance(hidden, int) else 0,
+        stateful="expand" in fields,
     )

@@ -5,8 +5,10 @@ Works layer by layer, so that a rank never holds more than one whole layer besid
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -192,26 +194,21 @@ class _Assembler:
             if tie.small:
                 self._attach_table(number, tie, use, part)
             elif number in self._tied:
-                path, _, name = use.name.rpartition(".")
-                user, owner = part.layer.get_submodule(path), self._tied[number](part)
-                attach_tied(user, name, owner, self._like, self._prepare.get(number))
+                attach_tied(part.layer, use.name, self._tied[number](part), self._like, self._prepare.get(number))
 
     def _attach_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         """A small table is whole on each rank; a layer sees the columns of its own heads."""
         if number not in self._tied:
             self._make_table(number, tie, use, part)
-        path, _, name = use.name.rpartition(".")
         rule = next((rule for rule in part.layer.rules if isinstance(rule, Table) and rule.path == use.name), None)
         owner = self._tied[number](part)
         if part.tensor is not None and rule is not None:
             whole = self.owners[number].shard.shape[rule.dim]
             mine = part_of(whole, part.tensor.index, part.tensor.degree)
             dim = rule.dim
-            attach_tied(
-                part.layer.get_submodule(path), name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like
-            )
+            attach_tied(part.layer, use.name, lambda: owner().narrow(dim, mine.start, len(mine)), self._like)
         else:
-            attach_tied(part.layer.get_submodule(path), name, owner, self._like)
+            attach_tied(part.layer, use.name, owner, self._like)
 
     @property
     def _like(self) -> Tensor:
@@ -255,6 +252,8 @@ class _Assembler:
         made = self.maker.make(part)
         self.units += made.units
         self.layer_units.append(made)
+        assert isinstance(part.stage_layer, StageLayer)
+        part.stage_layer.after_backward = partial(_passed, [weakref.ref(unit) for unit in made.units])
         for number, tie, use in self._ties(part.index):
             if not tie.small and number not in self._tied:
                 self._own(number, tie, use, part, made)
@@ -284,3 +283,10 @@ class _Assembler:
             return SplitRowsOf(None, (), split=False)
         ranks = layer_groups(self.position, part.strategy).tensor.ranks
         return SplitRowsOf(part.tensor.group, ranks, split=name in part.splits)
+
+
+def _passed(units: Sequence[weakref.ref[Unit]]) -> None:
+    for unit in units:
+        owner = unit()
+        if owner is not None:
+            owner.passed()

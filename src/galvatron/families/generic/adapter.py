@@ -72,6 +72,9 @@ class _Around(Layer):
         if path in self._stock_names:
             self.part.set_module(self._stock_names[path], module)
 
+    def caller(self, path: str) -> nn.Module:
+        return self.get_submodule(path.partition(".")[0])  # a unit may read its children's weights itself (MobileBERT)
+
     def drawing_modules(self) -> Iterator[nn.Module]:
         return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
 

@@ -131,8 +131,11 @@ def _examine(
 
     stubbed.on_block = chain
     stubbed.watched = frozenset(unit.name for unit in units)
+    parts = _parts(stubbed)
     with torch.no_grad():
         stubbed.run(inputs, dtype, training=model.training)
+    if _parts(stubbed) != parts:
+        raise _Unfit("the model's own forward replaces parts of them, depending on the batch")
     calls = stubbed.log.calls
     if [call.block for call in calls] != list(range(len(blocks))):
         raise _Unfit("its modules do not run once each in order")
@@ -156,6 +159,10 @@ def _examine(
     _check_arguments(anatomy, StubbedModel(model, name, units), inputs, dtype)
     _check_after(anatomy, StubbedModel(model, name, units), inputs, dtype)
     return anatomy
+
+
+def _parts(stubbed: StubbedModel) -> list[tuple[str, type[nn.Module]]]:
+    return [(name, type(own)) for block in stubbed.blocks for name, own in block.named_modules()]
 
 
 def _hidden_of(made: Any) -> Tensor:

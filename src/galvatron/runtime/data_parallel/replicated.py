@@ -36,7 +36,8 @@ class ReplicatedUnit(Unit):
         self._works = [work for _, work in pairs]
         self._flat: Tensor | None = None
         self._last = False
-        self._missing = 0
+        self._missing, self._left_out = 0, 0
+        """Parameters whose gradient has not come yet, and those of which none came before the sum."""
         self._sums: list[dist.Work] = []
         for local, work in pairs:
             if work.requires_grad:
@@ -83,8 +84,12 @@ class ReplicatedUnit(Unit):
         self._last = last and self._group is not None
         self._missing = sum(work.requires_grad for work in self._works)
 
+    def passed(self) -> None:
+        if self._last and self._missing:
+            self._start_sum()
+
     def _start_sum(self) -> None:
-        self._last = False
+        self._last, self._left_out = False, self._missing
         if self._flat is not None:
             for chunk in self._flat.split(_CHUNK_BYTES // self._flat.element_size()):
                 work = dist.all_reduce(chunk, group=self._group, async_op=True)
@@ -94,6 +99,7 @@ class ReplicatedUnit(Unit):
     def finish(self) -> None:
         if self._last:  # some parameter had no part in the loss
             self._start_sum()
+        assert self._group is None or self._missing == self._left_out, "a gradient came after its layer's sum"
         for work in self._sums:
             work.wait()
         self._sums = []

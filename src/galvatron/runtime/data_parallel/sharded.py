@@ -158,6 +158,13 @@ class ShardedUnit(Unit):
             first = all(parameter.grad is None for parameter in self._sharded)
             self._reduction.expect(stays=first if self.groups.replicate is None else last)
 
+    def passed(self) -> None:
+        # FSDP2 sends what has a gradient; the message must be the same on all ranks.
+        for whole in self.module.parameters():
+            sharded = isinstance(whole, DTensor)  # by another unit inside, whose message is gone
+            if whole.requires_grad and whole.grad is None and not sharded:
+                whole.grad = torch.zeros_like(whole)
+
     def finish(self) -> None:
         for local, parameter in zip(self.locals, self._sharded, strict=True):
             local.master.grad = None if parameter.grad is None else local_part(parameter.grad)

@@ -58,6 +58,11 @@ class Unit(ABC):
         """Before a micro-batch's backward; after the ``last`` one, gradients are summed over all replicas."""
 
     @abstractmethod
+    def passed(self) -> None:
+        """A micro-batch's backward has gone through the layer. A parameter without a gradient had no part in it (an
+        expert that none of this rank's rows chose); on other ranks it may have, and all must sum in one order."""
+
+    @abstractmethod
     def finish(self) -> None:
         """After the last backward: wait for the sums, so that each master has its gradient."""
 

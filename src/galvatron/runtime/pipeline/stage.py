@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class StageLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self._randomness, self._recompute = randomness, recompute
+        self.after_backward: Callable[[], None] | None = None
+        """Called when a micro-batch's backward has gone through the layer."""
 
     def seed(self, seed: int) -> None:
         """Draw from another seed from now on."""
@@ -40,11 +42,28 @@ class StageLayer(nn.Module):
             output: Activations = self.layer(tensors, context)
             return output
 
+        if self.after_backward is not None and activations and torch.is_grad_enabled():
+            activations = (_WhenPassed.apply(activations[0], self.after_backward), *activations[1:])
         if not (self._recompute and torch.is_grad_enabled()):
             return run(*activations)
         # The layer seeds its generator itself, so no state needs to be stashed.
         recomputed: Activations = checkpoint(run, *activations, use_reentrant=False, preserve_rng_state=False)
         return recomputed
+
+
+class _WhenPassed(torch.autograd.Function):
+    """The tensor itself. Backward comes here after all else in the layer: autograd runs what is ready in the reverse of
+    the order in which forward made it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, then: Callable[[], None]) -> torch.Tensor:
+        ctx.then = then
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.then()
+        return gradient, None
 
 
 class Stage(nn.Module):

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
+from galvatron.families.layer import Layer
 from galvatron.runtime import collectives
 from galvatron.runtime.data_parallel.shards import part_of
 
@@ -25,17 +27,19 @@ __all__ = ["SplitRowsOf", "attach_tied", "resplit"]
 
 
 def attach_tied(
-    user: nn.Module,
-    name: str,
+    layer: Layer,
+    parameter: str,
     owner: Callable[[], Tensor],
     like: Tensor,
     prepare: Callable[[], None] | None = None,
 ) -> None:
-    """Give ``user`` the tensor of ``owner()`` as its attribute ``name`` whenever it runs.
+    """Give a layer the tensor of ``owner()`` in the place of its parameter of this name whenever what uses it runs.
 
     At other times there are NaNs of the dtype and on the device of ``like``: models ask a weight for these before they
     call its module. ``prepare`` is called before each forward and before its backward (it gathers a sharded owner).
     """
+    path, _, name = parameter.rpartition(".")
+    user, caller = layer.get_submodule(path), layer.caller(path)
     shape = user._parameters.pop(name).shape  # type: ignore[union-attr]  # it has one: it is tied
     stand_in = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
     object.__setattr__(user, name, stand_in)  # no parameter of this module's, not even while it runs
@@ -43,15 +47,18 @@ def attach_tied(
     def attach(module: nn.Module, args: Any) -> None:
         if prepare is not None:
             prepare()
-        object.__setattr__(module, name, owner())
+        object.__setattr__(user, name, owner())
 
-    def detach(module: nn.Module, args: Any, output: Tensor) -> None:
-        object.__setattr__(module, name, stand_in)
-        if prepare is not None and output.requires_grad:
-            output.register_hook(lambda gradient: prepare())
+    def detach(module: nn.Module, args: Any, output: Any) -> None:
+        object.__setattr__(user, name, stand_in)
+        if prepare is None:
+            return
+        for made in tree_leaves(output):
+            if isinstance(made, Tensor) and made.requires_grad:
+                made.register_hook(lambda gradient: prepare())
 
-    user.register_forward_pre_hook(attach, prepend=True)  # before it is entered, if it is a region of its own
-    user.register_forward_hook(detach)
+    caller.register_forward_pre_hook(attach, prepend=True)  # before it is entered, if it is a region of its own
+    caller.register_forward_hook(detach)
 
 
 @dataclass(frozen=True)
