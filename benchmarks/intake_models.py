@@ -31,6 +31,7 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_dense_layers")
 """How many blocks before the first one with experts: one of them shows as much as three."""

@@ -211,7 +211,14 @@ class _Case:
         return self.unpriced([["tp2" if can else "dp2" for can in able]])
 
     def expert_parallel(self) -> Plan:
-        raise _Refused("no EP yet")
+        """Every layer with experts has them divided over both ranks."""
+        layers = self.layered.layers
+        if not any(layer.experts for layer in layers):
+            why = self.layered.expert_rules.refused if isinstance(self.layered, Generic) else ""
+            raise _Refused(why or "it has no experts")
+        if any(layer.experts.count % _RANKS for layer in layers if layer.experts):
+            raise _Refused("2 does not divide its experts")
+        return self.unpriced([["dp2/ep2" if layer.experts else "dp2" for layer in layers]])
 
     def train_alone(self) -> None:
         """Three steps of the stock model with its own loss."""
