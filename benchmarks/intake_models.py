@@ -43,7 +43,17 @@ _OPEN: Mapping[str, Any] = {
     "num_key_value_heads": None,
 }
 """What configuration classes leave open (None) though their models need a number; most publish it with each model."""
+
+
+def _rotary(sections: list[int]) -> dict[str, Any]:
+    """Rotary positions of time, height and width, as models of images and text publish them."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0, "mrope_section": sections}
+    return {"rope_parameters": rope}
+
+
 _OPEN_IN: Mapping[str, Mapping[str, Any]] = {
+    **{name: _rotary([16, 24, 24]) for name in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")},
+    **{name: _rotary([8, 12, 12]) for name in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "reformer": {"axial_pos_shape": (8, 8), "axial_pos_embds_dim": (8, 24)},

@@ -32,6 +32,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
+from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.trial import trial_batches
 from galvatron.runtime.unpriced import facts_of, unpriced
 from galvatron.runtime.verify import own_loss
@@ -67,6 +68,8 @@ class _Reference:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    first_names: dict[str, str] = field(default_factory=dict)
+    """Of each name that a parameter has, the first: tied weights have several."""
 
 
 def examine(architecture: Architecture) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class _Case:
         return replace(plan, batch=_ROWS)
 
     def tensor_parallel(self) -> Plan:
-        """Every layer that has rules is split; others are under DP."""
+        """Every layer that has rules is split, if the trial that decides about TP allows it; others are under DP."""
         blocks = self.layered.layers[1:-1]
         if not any(layer.rules for layer in blocks):
             why = self.layered.tensor_rules.refused if isinstance(self.layered, Generic) else ""
@@ -208,6 +211,10 @@ class _Case:
         able = [bool(layer.rules) and kinds[layer.kind].allows_tensor_parallel(_RANKS) for layer in self.layered.layers]
         if not any(able[1:-1]):
             raise _Refused("2 does not divide its heads")
+        if isinstance(self.layered, Generic):
+            wrong = _apart(lambda: split_difference(self.model, self.training))
+            if wrong is not None:
+                raise _Refused(f"no tensor parallelism is offered, because {wrong}")
         return self.unpriced([["tp2" if can else "dp2" for can in able]])
 
     def expert_parallel(self) -> Plan:
@@ -241,6 +248,9 @@ class _Case:
                 }
             optimizer.step()
             optimizer.zero_grad()
+        first = {own: name for name, own in model.named_parameters()}
+        named = model.named_parameters(remove_duplicate=False)
+        reference.first_names = {name: first[own] for name, own in named}
         reference.parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
         return reference
 
@@ -248,11 +258,17 @@ class _Case:
         """Train under a plan on two ranks and compare."""
         made: list[Plan] = []
         outcome = _tried(lambda: made.append(plan()))
-        return _on_ranks(lambda: self._under(made[0])) if outcome.outcome == EQUAL else outcome
+        if outcome.outcome != EQUAL:
+            return outcome
+        outcome = _on_ranks(lambda: self._under(made[0], check=False))
+        if outcome.outcome != WRONG:
+            return outcome
+        # Whether a user would be told before it trains.
+        return _on_ranks(lambda: self._under(made[0], check=True))
 
-    def _under(self, plan: Plan) -> Outcome:
+    def _under(self, plan: Plan, *, check: bool) -> Outcome:
         """On a rank: three steps. Rank 0 says what differs."""
-        parallel = galvatron.parallelize(self.model, plan, check=False, device="cpu")
+        parallel = galvatron.parallelize(self.model, plan, check=check, device="cpu")
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=_RATE, eps=_EPSILON)
         losses = []
         off: str | None = None
@@ -263,7 +279,7 @@ class _Case:
             optimizer.step()
             optimizer.zero_grad()
         off = off or _losses_off(self.reference.losses, losses)
-        parameters_off = _parameters_off(self.reference.parameters, parallel.whole_parameters())
+        parameters_off = _parameters_off(self.reference, parallel.whole_parameters())
         off = off or parameters_off
         return Outcome(EQUAL) if off is None else Outcome(WRONG, off)
 
@@ -298,25 +314,35 @@ def _gradients_off(theirs: Mapping[str, Tensor], ours: Iterator[tuple[str, Tenso
     return _off(theirs, ours, "gradient", lambda own: _GRADIENT_TOLERANCE * _height(own) + _NOISE * largest)
 
 
-def _parameters_off(theirs: Mapping[str, Tensor], ours: Iterator[tuple[str, Tensor]]) -> str | None:
-    return _off(theirs, ours, "value after 3 steps", lambda own: _PARAMETER_TOLERANCE * max(1.0, _height(own)))
+def _parameters_off(theirs: _Reference, ours: Iterator[tuple[str, Tensor]]) -> str | None:
+    seen: set[str] = set()
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, own in ours:
+            seen.add(theirs.first_names[name])
+            yield name, own
+
+    off = _off(
+        theirs.parameters,
+        noted(),
+        "value after 3 steps",
+        lambda own: _PARAMETER_TOLERANCE * max(1.0, _height(own)),
+    )
+    lost = sorted(set(theirs.first_names.values()) - seen)
+    return off or (f"{lost[0]} is no parameter under the plan" if lost else None)
 
 
 def _off(
     theirs: Mapping[str, Tensor], ours: Iterator[tuple[str, Tensor]], what: str, allowed: Callable[[Tensor], float]
 ) -> str | None:
     """The largest difference that is not allowed; takes all of ``ours``, which ranks give together."""
-    worst, seen, text = 0.0, set(), None
+    worst, text = 0.0, None
     for name, own in ours:
-        seen.add(name)
         gap, most = _height(own - theirs[name]), allowed(theirs[name])
         share = gap / most if math.isfinite(gap) else math.inf
         if share > max(1.0, worst):
             worst, text = share, f"{what} of {name} is off by {gap:.2g} of at most {_height(theirs[name]):.2g}"
-    # A tied weight has several names, of which the runtime says one.
-    ours_by_place = {theirs[name].data_ptr() for name in seen}
-    lost = [name for name, own in theirs.items() if own.data_ptr() not in ours_by_place and what != "gradient"]
-    return text or (f"{lost[0]} is no parameter under the plan" if lost else None)
+    return text
 
 
 def _height(own: Tensor) -> float:

@@ -62,12 +62,15 @@ def test_a_gradient_that_is_twice_as_large_is_wrong() -> None:
 
 
 def test_a_parameter_that_nobody_holds_is_wrong() -> None:
-    theirs = {"weight": torch.ones(2), "lost": torch.ones(1)}
-    assert intake_run._parameters_off(theirs, iter({"weight": torch.ones(2)}.items())) == (
-        "lost is no parameter under the plan"
+    one = torch.ones(2)
+    theirs = intake_run._Reference(
+        parameters={"weight": one, "lost": torch.ones(1)}, first_names={"weight": "weight", "lost": "lost"}
     )
-    tied = {"weight": theirs["weight"], "again": theirs["weight"]}
-    assert intake_run._parameters_off(tied, iter({"weight": torch.ones(2)}.items())) is None
+    assert intake_run._parameters_off(theirs, iter({"weight": one}.items())) == "lost is no parameter under the plan"
+    tied = intake_run._Reference(
+        parameters={"weight": one, "again": one}, first_names={"weight": "weight", "again": "weight"}
+    )
+    assert intake_run._parameters_off(tied, iter({"again": one}.items())) is None
     assert intake_run._parameters_off(tied, iter({"weight": torch.tensor([1.0, torch.nan])}.items())) is not None
 
 

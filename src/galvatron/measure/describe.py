@@ -157,7 +157,7 @@ def _spec(
     if half is None or tensor is None:
         half, tensor = whole, None
     saved = _divided(whole.saved, half.saved)
-    return LayerSpec(
+    spec = LayerSpec(
         name=layer.kind,
         parameters=whole.parameters,
         tied_parameters=tied,
@@ -171,8 +171,8 @@ def _spec(
         # the gradient of the boundary waits.
         transient_bytes=whole.largest * 3 // 2 + boundary,
         tensor_parallel=tensor,
-        experts=_experts(layer, whole.experts, half.experts, tensor),
     )
+    return replace(spec, experts=_experts(layer, spec, whole.experts, half.experts))
 
 
 def _divided(all_: int, of_one: int) -> int:
@@ -180,9 +180,7 @@ def _divided(all_: int, of_one: int) -> int:
     return min(max(_RANKS * (all_ - of_one) // (_RANKS - 1), 0), all_)
 
 
-def _experts(
-    layer: Layer, whole: _Inside | None, half: _Inside | None, tensor: TensorParallel | None
-) -> Experts | None:
+def _experts(layer: Layer, spec: LayerSpec, whole: _Inside | None, half: _Inside | None) -> Experts | None:
     """What the planner needs to know of a layer's experts; None: it has none that can be divided."""
     rule = layer.experts
     if rule is None or whole is None or half is None:
@@ -190,16 +188,18 @@ def _experts(
     module = layer.get_submodule(rule.path)
     tables = [own for own in layer.rules if isinstance(own, Table) and own.path.startswith(f"{rule.path}.")]
     saved = _divided(whole.saved, half.saved)
+    collectives = 0 if spec.tensor_parallel is None else 1
     return Experts(
         count=rule.count,
         parameters=sum(own.numel() for own in module.parameters()),
         forward_flops=whole.flops,
-        activation_bytes=saved,
-        replicated_activation_bytes=whole.saved - saved,
+        # Parts of the layer's, whatever rounding says.
+        activation_bytes=min(saved, spec.split_activation_bytes),
+        replicated_activation_bytes=min(whole.saved - saved, spec.replicated_activation_bytes),
         dispatch_bytes=whole.dispatch,
         divides=tuple(sorted({layer.get_parameter(own.path).shape[own.dim] // own.parts for own in tables})),
-        forward_collectives=0 if tensor is None else 1,
-        backward_collectives=0 if tensor is None else 1,
+        forward_collectives=collectives,
+        backward_collectives=collectives,
     )
 
 

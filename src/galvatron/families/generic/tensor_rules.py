@@ -183,6 +183,13 @@ class _Reads(TorchFunctionMode):
             )
         return function(*args, **(kwargs or {}))
 
+    def _partial_in(self, region: str, end: int) -> Iterator[Rule]:
+        """Modules in a region with parameters of their own that run on split features (a norm of each head, an
+        activation with a slope): plans do not name all of them."""
+        for path in dict.fromkeys(self._order[:end]):
+            if path.startswith(f"{region}.") and path not in self.projections and _owns(self.block.get_submodule(path)):
+                yield PartialGradients(path)
+
     def input_of(self, path: str) -> int | None:
         """Which tensor the module of this path was called with."""
         return self._calls.get(path, (None, None))[0]
@@ -207,8 +214,12 @@ class _Reads(TorchFunctionMode):
             if path in drawing:
                 return ()
             argument = name or _first_argument(self.block.get_submodule(path))
-            return (Region(path, (argument,)), *map(Whole, sorted(drawing)))
+            return (Region(path, (argument,)), *map(Whole, sorted(drawing)), *self._partial_in(path, max(ends)))
         return ()
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -247,4 +258,5 @@ def _with_inputs(rules: tuple[Rule, ...], reads: _Reads) -> tuple[Rule, ...]:
         ):
             del regions[path]
     kept = [found.get(rule.path, rule) if isinstance(rule, Columns) else rule for rule in rules]
-    return (*kept, *(rule for region in regions.values() for rule in region))
+    more = [rule for region in regions.values() for rule in region if rule not in kept]
+    return (*kept, *more)
