@@ -7,7 +7,7 @@ beats it in the same layout: neither can be missed in an optimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -27,8 +27,6 @@ __all__ = ["Candidates", "Columns", "Prices"]
 Number = TypeVar("Number", np.int64, np.float64)
 _FEW = 6
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
-_ROUNDS = 8
-"""Of thinning: later ones find little."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
 
@@ -92,8 +90,8 @@ class Candidates:
         rest, added = self._experts.tables(micro_batch, micro_batches)
         return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
 
-    def columns(self, micro_batch: int, micro_batches: int) -> Columns:
-        """Of one combination, those that may be part of an optimum."""
+    def columns(self, micro_batch: int, micro_batches: int, in_flight: Sequence[int]) -> Columns:
+        """Of one combination, those that may be part of an optimum; its stages hold so many micro-batches in flight."""
         batch, count = np.array(micro_batch), np.array(micro_batches)
         plain = self.costs.tables(batch, count)
         places = np.arange(len(self.costs.strategies))
@@ -101,9 +99,10 @@ class Candidates:
         if self._experts is None:
             return Columns(plain, places, follows)
         rest, added = self._experts.tables(batch, count)
-        own, choice = self._pairs(self._experts, rest, added)
+        held = (min(in_flight), max(in_flight))
+        own, choice = self._pairs(self._experts, rest, added, held)
         pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
-        useful = undominated(self._alike[own], _compared(pairs), _ROUNDS)
+        useful = undominated(self._alike[own], _compared(pairs, held))
         useful = useful[(pairs.time_ns[:, useful] < NEVER).any(axis=0)]
         rows = self._experts.costs.rows
 
@@ -115,13 +114,15 @@ class Candidates:
         strategy = np.append(places, self._numbers[own[useful]])
         return Columns(_table_by_table(side_by_side), strategy, np.append(follows, choice[useful]))
 
-    def _pairs(self, experts: ExpertChoices, rest: Tables, added: Tables) -> tuple[Places, Places]:
+    def _pairs(
+        self, experts: ExpertChoices, rest: Tables, added: Tables, held: tuple[int, int]
+    ) -> tuple[Places, Places]:
         """Strategies that can be run at all, each with the choices of its class that no other beats."""
         possible = np.nonzero((rest.time_ns < NEVER).any(axis=0))[0]
         classes = np.zeros(len(experts.first), dtype=bool)
         classes[experts.class_of[possible]] = True
         choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
-        kept = undominated(experts.class_of_choice[choices], _compared(added)[:, choices], _ROUNDS)
+        kept = undominated(experts.class_of_choice[choices], _compared(added, held)[:, choices])
         return experts.pairs(possible, choices[kept])
 
 
@@ -129,11 +130,19 @@ def _table_by_table(make: Callable[[str], Integers]) -> Tables:
     return Tables(**{each.name: make(each.name) for each in fields(Tables)})
 
 
-def _compared(tables: Tables) -> Integers:
-    """(prices, S): what one column must not have more of than another to beat it; what is not allowed beats nothing."""
+def _compared(tables: Tables, held: tuple[int, int]) -> Integers:
+    """(prices, S): what one column must not have more of than another to beat it; what is not allowed beats nothing.
+
+    Time; and memory, alone and with the transient. A column with less memory may have a larger transient if the sum is
+    not larger: in its place a stage's peak is no higher. What holds for the fewest and for the most micro-batches in
+    flight holds for all between.
+    """
     allowed = tables.time_ns < NEVER
-    ways = [np.where(allowed, getattr(tables, each.name), _FAR) for each in fields(Tables)]
-    return np.concatenate(ways)
+    ways = [tables.time_ns]
+    for count in dict.fromkeys(held):
+        memory = tables.state_bytes + count * tables.activation_bytes
+        ways += [memory, memory + tables.transient_bytes]
+    return np.concatenate([np.where(allowed, way, _FAR) for way in ways])
 
 
 @dataclass(frozen=True, slots=True)

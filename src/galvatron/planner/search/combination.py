@@ -125,7 +125,7 @@ class Combination:
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
-        self.columns = candidates.columns(self.micro_batch, micro_batches)
+        self.columns = candidates.columns(self.micro_batch, micro_batches, self.in_flight)
         self.tables = self.columns.tables
         self.layout_of: Integers = self.costs.layout_of[self.columns.strategy]
         self.change = self.costs.change_ns(self.micro_batch)
