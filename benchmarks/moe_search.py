@@ -196,9 +196,8 @@ def main() -> None:
             for shape in MODELS:
                 rows.append(timed(shape, cluster, times, Path(folder)))
                 row = rows[-1]
-                print(
-                    f"{row.model:<14} {row.cluster:<10} {row.wall_s:>6.2f} s, of the processor {row.processor_s:>6.2f} s"
-                )
+                seconds = f"{row.wall_s:>6.2f} s, of the processor {row.processor_s:>6.2f} s"
+                print(f"{row.model:<14} {row.cluster:<10} {seconds}")
                 print(f"{'':<26}{row.outcome}")
     results = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[1], 1)},
