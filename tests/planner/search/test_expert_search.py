@@ -83,7 +83,8 @@ def test_least_prices_are_those_of_all_candidates() -> None:
                 continue
             micro_batch, counts, held = np.array([8, 24]), np.array([1, 4]), np.array([1, 2])
             tables = stage_costs(problem, degree).tables(micro_batch, counts)
-            prices = Candidates.of(problem.cost, problem.space, degree).prices(micro_batch, counts, held)
+            candidates = Candidates.of(problem.cost, problem.space, degree)
+            prices = candidates.prices(candidates.tables(micro_batch, counts), held)
             usable = tables.time_ns < NEVER
             memory = np.where(usable, tables.state_bytes + held[:, None, None] * tables.activation_bytes, NEVER)
             assert (np.minimum(prices.time, NEVER) == tables.time_ns.min(axis=2)).all()
@@ -163,7 +164,7 @@ def _expert_stage(budget_gib: int) -> tuple[StageProblem, StageProblem, int]:
     problem = Problem(cost=cost, space=space, schedule=GPIPE, budget=0, batches=(16,))
     whole = stage_of(problem, stage_costs(problem, 1), 16, 1, 1, 0, 0, len(layers))
     candidates = Candidates.of(cost, space, 1)
-    columns = candidates.columns(16, 1, [1])
+    columns = candidates.columns(candidates.tables(np.array([16]), np.array([1])), [1])
     assert len(columns.strategy) < whole.time.shape[1]
     thinned = replace(
         whole,

@@ -22,10 +22,10 @@ from galvatron.planner.search.experts import ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["Candidates", "Columns", "Prices"]
+__all__ = ["CandidateTables", "Candidates", "Columns", "Prices"]
 
 Number = TypeVar("Number", np.int64, np.float64)
-_FEW = 6
+_FEW = 3
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
@@ -41,6 +41,16 @@ class Columns:
     """(S,) the strategy, without axes of its own for experts."""
     choice: Places
     """(S,) the choice for the experts; −1: they follow the rest of the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTables:
+    """Tables of combinations, not yet put together."""
+
+    plain: Tables
+    """(…, T, S) of strategies whose experts, if there are any, follow the rest of the layer."""
+    own: tuple[Tables, Tables] | None
+    """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
 
 
 class Candidates:
@@ -82,23 +92,27 @@ class Candidates:
             return plain
         return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
 
-    def prices(self, micro_batch: Integers, micro_batches: Integers, held: Integers) -> Prices:
-        """Of many combinations, of which a stage holds so many micro-batches in flight."""
-        plain = _Part.of(self.costs.tables(micro_batch, micro_batches), held)
-        if self._experts is None:
+    def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
+        """Of combinations whose micro-batches have so many samples."""
+        plain = self.costs.tables(micro_batch, micro_batches)
+        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches) if self._experts else None)
+
+    def prices(self, tables: CandidateTables, held: Integers) -> Prices:
+        """Of combinations of which a stage holds so many micro-batches in flight."""
+        plain = _Part.of(tables.plain, held)
+        if tables.own is None or self._experts is None:
             return Prices(plain)
-        rest, added = self._experts.tables(micro_batch, micro_batches)
+        rest, added = tables.own
         return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
 
-    def columns(self, micro_batch: int, micro_batches: int, in_flight: Sequence[int]) -> Columns:
+    def columns(self, tables: CandidateTables, in_flight: Sequence[int]) -> Columns:
         """Of one combination, those that may be part of an optimum; its stages hold so many micro-batches in flight."""
-        batch, count = np.array(micro_batch), np.array(micro_batches)
-        plain = self.costs.tables(batch, count)
+        plain = _first(tables.plain)
         places = np.arange(len(self.costs.strategies))
         follows = np.full_like(places, -1)
-        if self._experts is None:
+        if tables.own is None or self._experts is None:
             return Columns(plain, places, follows)
-        rest, added = self._experts.tables(batch, count)
+        rest, added = map(_first, tables.own)
         held = (min(in_flight), max(in_flight))
         own, choice = self._pairs(self._experts, rest, added, held)
         pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
@@ -124,6 +138,16 @@ class Candidates:
         choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
         kept = undominated(experts.class_of_choice[choices], _compared(added, held)[:, choices])
         return experts.pairs(possible, choices[kept])
+
+
+def _first(tables: Tables) -> Tables:
+    """Of the first combination; what all of them share is given once."""
+
+    def taken(name: str) -> Integers:
+        table: Integers = getattr(tables, name)
+        return table[0] if table.ndim > 2 else table
+
+    return _table_by_table(taken)
 
 
 def _table_by_table(make: Callable[[str], Integers]) -> Tables:
