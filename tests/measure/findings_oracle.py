@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from galvatron.core.spec import Collective
+from galvatron.core.spec import RINGS, Collective
 from galvatron.measure.cluster_jobs.findings import (
     ClusterFindings,
     ClusterProbe,
@@ -66,7 +66,7 @@ def findings(truth: Truth) -> ClusterFindings:
     groups = {tuple(sorted(sum(chosen) for chosen in _sums(strides, mask))) for mask in range(1, 1 << len(strides))}
     probes: list[ClusterProbe] = list(DeviceProbe)
     for ranks in sorted(groups):
-        probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in Collective for size in SIZES]
+        probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in RINGS for size in SIZES]
     for stride in strides:
         for alone in (False, True):
             probes += [TransferProbe(stride=stride, alone=alone, message_bytes=size) for size in SIZES]

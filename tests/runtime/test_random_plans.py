@@ -11,7 +11,7 @@ from oracle import Case
 from parity import check, spec_of
 from small_models import IMAGES, LAYERS, config
 
-from galvatron.core.spec import Kind, LayerSpec, Strategy, factor_by_factor
+from galvatron.core.spec import DENSE_KINDS, Kind, LayerSpec, Strategy, factor_by_factor
 from galvatron.planner.space import EXTENDED, Space
 
 _SEEDS = range(1, 21)
@@ -69,9 +69,9 @@ def test_the_plans_have_everything() -> None:
     cases = [_case(seed) for seed in _SEEDS]
     strategies = [Strategy.parse(text) for case in cases for stage in case.stages for text in stage]
     kinds = {tuple(axis.kind for axis in strategy.axes) for strategy in strategies}
-    for kind in Kind:
+    for kind in DENSE_KINDS:
         assert (kind,) in kinds
-        assert {(kind, other) for other in Kind if other is not kind} <= kinds, "pairs in both orders"
+        assert {(kind, other) for other in DENSE_KINDS if other is not kind} <= kinds, "pairs in both orders"
     assert any(len(axes) == 3 for axes in kinds)
     assert any(strategy.zero2 for strategy in strategies)
     assert any(strategy.sequence_parallel and strategy.recompute for strategy in strategies)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
+from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
@@ -202,7 +203,8 @@ class Space:
             if getattr(self.switches, switch.name) and switch.space_needs <= self.kinds and switch.possible(kinds)
         ]
         choices = product((False, True), repeat=len(usable))
-        return [Strategy(path.axes, (), **dict(zip(usable, choice, strict=True))) for choice in choices]
+        flagged: list[dict[str, Any]] = [dict(zip(usable, choice, strict=True)) for choice in choices]
+        return [replace(path, **flags) for flags in flagged]
 
 
 def _forbidden(strategy: Strategy) -> bool:

@@ -55,7 +55,8 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
     problem = request.problem()
     model = request.model
     candidates = Candidates.of(problem.cost, problem.space, plan.pipeline_degree)
-    columns = candidates.columns(plan.micro_batch, plan.micro_batches)
+    priced = candidates.tables(np.array([plan.micro_batch]), np.array([plan.micro_batches]))
+    columns = candidates.columns(priced, [stage.in_flight for stage in plan.stages])
     searched = [candidates.strategy(columns, index) for index in range(len(columns.strategy))]
     used = [strategy for stage in plan.stages for strategy in stage.strategies]  # by hand, maybe
     strategies = tuple(dict.fromkeys([*searched, *used]))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from galvatron.planner.cost import NEVER, Integers
 
-__all__ = ["Floats", "hull_multipliers", "priced_minima"]
+__all__ = ["Floats", "hull_multipliers"]
 
 Floats = NDArray[np.float64]
 
@@ -40,8 +40,3 @@ def hull_multipliers(time: Integers, memory: Integers) -> Floats:
 def _above(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
     """Whether the middle point lies on or above the line from first to last."""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
-
-
-def priced_minima(time: Integers, memory: Integers, lams: Floats) -> Floats:
-    """(J, …, T): least time + λ·memory over the strategies of each kind."""
-    return np.stack([(time + lam * memory).min(axis=-1) for lam in lams])

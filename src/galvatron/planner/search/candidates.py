@@ -7,7 +7,7 @@ beats it in the same layout: neither can be missed in an optimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -22,13 +22,11 @@ from galvatron.planner.search.experts import ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["Candidates", "Columns", "Prices"]
+__all__ = ["CandidateTables", "Candidates", "Columns", "Prices"]
 
 Number = TypeVar("Number", np.int64, np.float64)
-_FEW = 6
+_FEW = 3
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
-_ROUNDS = 8
-"""Of thinning: later ones find little."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
 
@@ -43,6 +41,16 @@ class Columns:
     """(S,) the strategy, without axes of its own for experts."""
     choice: Places
     """(S,) the choice for the experts; −1: they follow the rest of the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTables:
+    """Tables of combinations, not yet put together."""
+
+    plain: Tables
+    """(…, T, S) of strategies whose experts, if there are any, follow the rest of the layer."""
+    own: tuple[Tables, Tables] | None
+    """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
 
 
 class Candidates:
@@ -84,26 +92,31 @@ class Candidates:
             return plain
         return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
 
-    def prices(self, micro_batch: Integers, micro_batches: Integers, held: Integers) -> Prices:
-        """Of many combinations, of which a stage holds so many micro-batches in flight."""
-        plain = _Part.of(self.costs.tables(micro_batch, micro_batches), held)
-        if self._experts is None:
+    def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
+        """Of combinations whose micro-batches have so many samples."""
+        plain = self.costs.tables(micro_batch, micro_batches)
+        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches) if self._experts else None)
+
+    def prices(self, tables: CandidateTables, held: Integers) -> Prices:
+        """Of combinations of which a stage holds so many micro-batches in flight."""
+        plain = _Part.of(tables.plain, held)
+        if tables.own is None or self._experts is None:
             return Prices(plain)
-        rest, added = self._experts.tables(micro_batch, micro_batches)
+        rest, added = tables.own
         return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
 
-    def columns(self, micro_batch: int, micro_batches: int) -> Columns:
-        """Of one combination, those that may be part of an optimum."""
-        batch, count = np.array(micro_batch), np.array(micro_batches)
-        plain = self.costs.tables(batch, count)
+    def columns(self, tables: CandidateTables, in_flight: Sequence[int]) -> Columns:
+        """Of one combination, those that may be part of an optimum; its stages hold so many micro-batches in flight."""
+        plain = _first(tables.plain)
         places = np.arange(len(self.costs.strategies))
         follows = np.full_like(places, -1)
-        if self._experts is None:
+        if tables.own is None or self._experts is None:
             return Columns(plain, places, follows)
-        rest, added = self._experts.tables(batch, count)
-        own, choice = self._pairs(self._experts, rest, added)
+        rest, added = map(_first, tables.own)
+        held = (min(in_flight), max(in_flight))
+        own, choice = self._pairs(self._experts, rest, added, held)
         pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
-        useful = undominated(self._alike[own], _compared(pairs), _ROUNDS)
+        useful = undominated(self._alike[own], _compared(pairs, held))
         useful = useful[(pairs.time_ns[:, useful] < NEVER).any(axis=0)]
         rows = self._experts.costs.rows
 
@@ -115,25 +128,45 @@ class Candidates:
         strategy = np.append(places, self._numbers[own[useful]])
         return Columns(_table_by_table(side_by_side), strategy, np.append(follows, choice[useful]))
 
-    def _pairs(self, experts: ExpertChoices, rest: Tables, added: Tables) -> tuple[Places, Places]:
+    def _pairs(
+        self, experts: ExpertChoices, rest: Tables, added: Tables, held: tuple[int, int]
+    ) -> tuple[Places, Places]:
         """Strategies that can be run at all, each with the choices of its class that no other beats."""
         possible = np.nonzero((rest.time_ns < NEVER).any(axis=0))[0]
         classes = np.zeros(len(experts.first), dtype=bool)
         classes[experts.class_of[possible]] = True
         choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
-        kept = undominated(experts.class_of_choice[choices], _compared(added)[:, choices], _ROUNDS)
+        kept = undominated(experts.class_of_choice[choices], _compared(added, held)[:, choices])
         return experts.pairs(possible, choices[kept])
+
+
+def _first(tables: Tables) -> Tables:
+    """Of the first combination; what all of them share is given once."""
+
+    def taken(name: str) -> Integers:
+        table: Integers = getattr(tables, name)
+        return table[0] if table.ndim > 2 else table
+
+    return _table_by_table(taken)
 
 
 def _table_by_table(make: Callable[[str], Integers]) -> Tables:
     return Tables(**{each.name: make(each.name) for each in fields(Tables)})
 
 
-def _compared(tables: Tables) -> Integers:
-    """(prices, S): what one column must not have more of than another to beat it; what is not allowed beats nothing."""
+def _compared(tables: Tables, held: tuple[int, int]) -> Integers:
+    """(prices, S): what one column must not have more of than another to beat it; what is not allowed beats nothing.
+
+    Time; and memory, alone and with the transient. A column with less memory may have a larger transient if the sum is
+    not larger: in its place a stage's peak is no higher. What holds for the fewest and for the most micro-batches in
+    flight holds for all between.
+    """
     allowed = tables.time_ns < NEVER
-    ways = [np.where(allowed, getattr(tables, each.name), _FAR) for each in fields(Tables)]
-    return np.concatenate(ways)
+    ways = [tables.time_ns]
+    for count in dict.fromkeys(held):
+        memory = tables.state_bytes + count * tables.activation_bytes
+        ways += [memory, memory + tables.transient_bytes]
+    return np.concatenate([np.where(allowed, way, _FAR) for way in ways])
 
 
 @dataclass(frozen=True, slots=True)

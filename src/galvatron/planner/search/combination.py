@@ -7,15 +7,16 @@ in flight) and reused wherever the same signature appears.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.core.spec import Schedule, Strategy
-from galvatron.planner.cost import NEVER, Integers, Pace, iteration_ns
-from galvatron.planner.search.bounds import Floats, hull_multipliers, priced_minima
-from galvatron.planner.search.candidates import Candidates
+from galvatron.planner.cost import NEVER, Integers, Pace, Tables, iteration_ns
+from galvatron.planner.search.bounds import Floats
+from galvatron.planner.search.candidates import Candidates, Columns
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
 from galvatron.planner.search.stage import StageProblem, StageSolution
 from galvatron.planner.search.tied import TiedWeights, raise_least_peaks, solve_tied
@@ -125,16 +126,34 @@ class Combination:
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
-        self.columns = candidates.columns(self.micro_batch, micro_batches)
-        self.tables = self.columns.tables
-        self.layout_of: Integers = self.costs.layout_of[self.columns.strategy]
-        self.change = self.costs.change_ns(self.micro_batch)
+        self._apart = candidates.tables(np.array([self.micro_batch]), np.array([micro_batches]))
         self.transfer = self.costs.transfer_ns(self.micro_batch)
-        self.tied = TiedWeights(self.costs, self.micro_batch, self.columns.strategy)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
         self.stages_solved = 0
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The candidates; bounds do without."""
+        return self.candidates.columns(self._apart, self.in_flight)
+
+    @property
+    def tables(self) -> Tables:
+        return self.columns.tables
+
+    @cached_property
+    def layout_of(self) -> Integers:
+        layouts: Integers = self.costs.layout_of[self.columns.strategy]
+        return layouts
+
+    @cached_property
+    def change(self) -> Integers:
+        return self.costs.change_ns(self.micro_batch)
+
+    @cached_property
+    def tied(self) -> TiedWeights:
+        return TiedWeights(self.costs, self.micro_batch, self.columns.strategy)
 
     def strategies(self, stage: StageSolution) -> tuple[Strategy, ...]:
         """The strategies of a stage's layers."""
@@ -189,18 +208,14 @@ class Combination:
     def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
         """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position."""
         begins = np.maximum(ends - widths, 0)
-        usable = self.tables.time_ns < NEVER
-        memory = np.where(usable, self.memory(in_flight_count), NEVER)
-        transient = np.where(usable, self.tables.transient_bytes, NEVER).min(axis=1)
+        prices = self.candidates.prices(self._apart, np.array([in_flight_count]))
         before = self.layers.counts_before
         present = before[:, ends] > before[:, begins]
-        room = self.budget - np.where(present, transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
-        least_memory = memory.min(axis=1, keepdims=True)
-        needed = least_memory[:, 0] @ before
-        room = room - (needed[ends] - needed[begins])
-        memory = memory - least_memory  # prices apply to what is above the least, to keep them accurate
-        lams = _thinned(hull_multipliers(self.tables.time_ns, memory))
-        priced = priced_minima(self.tables.time_ns, memory, lams) @ before
+        room = self.budget - np.where(present, prices.transient[0].reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
+        needed = prices.memory[0] @ before
+        room = room - (needed[ends] - needed[begins])  # prices apply to what is above the least, to keep them accurate
+        lams = _thinned(prices.multipliers(0))
+        priced = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
         bounds = np.full(room.shape, -np.inf)
         for lam, sums in zip(lams, priced, strict=True):
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
@@ -211,10 +226,10 @@ class Combination:
 
     def _least_transfers(self) -> tuple[Integers, Integers]:
         """Least time to receive a stage's input, by where it begins, and its output's gradient, by where it ends."""
-        kinds, usable = self.layers.kinds, self.tables.time_ns < NEVER
+        kinds, usable = self.layers.kinds, self._apart.plain.time_ns[0] < NEVER
         layouts = np.zeros((len(usable), len(self.costs.layouts)), dtype=bool)
         for kind, row in enumerate(usable):
-            layouts[kind, self.layout_of[row]] = True
+            layouts[kind, self.costs.layout_of[row]] = True
         entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
         entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
         leave[1:-1] = np.where(layouts[kinds[:-1]], self.transfer[kinds[:-1]], NEVER).min(axis=1)

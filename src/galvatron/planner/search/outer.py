@@ -225,7 +225,7 @@ class _Search:
         micro_batches = np.array([m for _, m in pairs])
         in_flight = self.problem.schedule.in_flight
         held = np.array([in_flight(degree - 1, degree, m) for _, m in pairs])  # no stage holds fewer than the last
-        prices = candidates.prices(batches // micro_batches, micro_batches, held)
+        prices = candidates.prices(candidates.tables(batches // micro_batches, micro_batches), held)
         transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
