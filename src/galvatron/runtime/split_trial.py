@@ -7,6 +7,7 @@ two and no other process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,15 @@ from galvatron.core.spec import Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Activations, Batch
+from galvatron.families.shallow import shallow_config
+from galvatron.families.tiny import tiny_config
 from galvatron.families.weights import ModelWeights
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit
 from galvatron.runtime.randomness import restored
 from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.simulated import simulate
 from galvatron.runtime.tensor_parallel.split import SplitParameters, TensorGroup, split
-from galvatron.runtime.trial import NotChecked, tiny_copy, trial_batches
+from galvatron.runtime.trial import NotChecked, random_model, tiny_copy, trial_batches
 from galvatron.runtime.verify import judged, one_process
 
 __all__ = ["split_difference"]
@@ -41,7 +44,7 @@ def split_difference(model: nn.Module, training: Training, *, sequence: bool = F
     cpu = torch.device("cpu")
     with restored(cpu), torch.enable_grad():
         try:
-            small = tiny_copy(model, _RANKS, training)
+            small = _small(model, training)
             layered = Generic(without_weights(small))
             for name, batch in trial_batches(layered, small, _SIZE).items():
                 answer = one_process(small, batch, None, cpu)
@@ -53,6 +56,17 @@ def split_difference(model: nn.Module, training: Training, *, sequence: bool = F
         except _FAILURES as error:
             return f"a tiny copy fails when it is split ({str(error).partition(chr(10))[0]})"
     return None
+
+
+def _small(model: Any, training: Training) -> nn.Module:
+    """A tiny copy, of a few blocks where the architecture can be cut so."""
+    if not type(model).__module__.startswith("transformers."):
+        raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
+    with suppress(*_FAILURES, NotChecked):
+        shallow = random_model(type(model), tiny_config(shallow_config(model.config), degree=_RANKS), training)
+        Generic(without_weights(shallow))
+        return shallow
+    return tiny_copy(model, _RANKS, training)
 
 
 @dataclass(frozen=True)
