@@ -30,6 +30,7 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
