@@ -115,8 +115,9 @@ class StubbedModel:
 
     def __init__(self, model: nn.Module, lists: Sequence[str], units: Iterable[Unit], real: Iterable[str] = ()) -> None:
         self.model = without_weights(model)
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
-            self.model.config.use_cache = False
+        for config in [getattr(module, "config", None) for module in self.model.modules()]:  # a decoder has its own
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
         self.blocks: list[nn.Module] = [block for name in lists for block in self.model.get_submodule(name).children()]
         """Those of all lists, in order."""
         self.log = _Log()
