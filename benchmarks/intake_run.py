@@ -241,7 +241,11 @@ class _Case:
                 }
             optimizer.step()
             optimizer.zero_grad()
-        reference.parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
+        values: dict[int, Tensor] = {}  # one for all names of a tied weight: another process must see that it is one
+        reference.parameters = {
+            name: values.setdefault(id(own), own.detach())
+            for name, own in model.named_parameters(remove_duplicate=False)
+        }
         return reference
 
     def column(self, plan: Callable[[], Plan]) -> Outcome:

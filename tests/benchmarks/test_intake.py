@@ -25,7 +25,7 @@ def _row(name: str, **columns: str) -> dict[str, Any]:
 
 def test_every_head_is_looked_at() -> None:
     found = architectures()
-    assert {"causal", "masked", "seq2seq", "image"} == {own.head for own in found.values()}
+    assert {"causal", "masked", "seq2seq", "speech", "image"} <= {own.head for own in found.values()}
     assert {"LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"} <= set(
         found
     )

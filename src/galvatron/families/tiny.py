@@ -102,7 +102,7 @@ _RULES: tuple[_Rule, ...] = (
         lambda own, value: min(value, _POSITIONS),
     ),
     (
-        r"sliding_window|attention_window_size|attention_chunk_size|window_size|local_attention|keep_window_size",
+        r"sliding_window|attention_window(_size)?|attention_chunk_size|window_size|local_attention|keep_window_size",
         lambda own, value: min(value, 4),
     ),
     (r"(mamba_)?chunk_size", lambda own, value: min(value, _HEAD)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,48 +23,58 @@ __all__ = ["DecoderInputs"]
 _IDS = "decoder_input_ids"
 
 
+@dataclass(frozen=True, slots=True)
+class _Shift:
+    """Makes the decoder's inputs of a tensor of the batch, with a function of the stock model."""
+
+    source: str
+    function: Callable[[Tensor], Tensor]
+
+    def of(self, batch: Batch) -> Tensor:
+        return self.function(batch[self.source].clone())  # some models write into what they are given (FSMT)
+
+    def works(self, batch: Batch) -> bool:
+        try:
+            return isinstance(self.of(batch), Tensor)
+        except Exception:  # of whatever kind: it is the stock model's own
+            return False
+
+
 class DecoderInputs:
     """Completes batches with the decoder's inputs, where the model takes some and a batch has none."""
 
     def __init__(self, model: nn.Module, example: Batch) -> None:
         taken = inspect.signature(model.forward).parameters
-        needed = _IDS in taken and "labels" in taken and _IDS not in example and "labels" in example
         self._model = model
-        self._functions = [own for own in _functions(model) if _works(own, example["labels"])] if needed else []
-        self._needed = needed
+        self._shifts: list[_Shift] = []
+        if _IDS in taken and "labels" in taken and _IDS not in example:
+            found = [_Shift(source, own) for source in ("labels", "input_ids") for own in _functions(model)]
+            self._shifts = [shift for shift in found if shift.works(example)]
 
     def complete(self, batch: Batch) -> Batch:
         """The batch with the decoder's inputs."""
-        if not self._functions or _IDS in batch or "labels" not in batch:
+        if not self._shifts or _IDS in batch or self._shifts[0].source not in batch:
             return batch
-        return {**batch, _IDS: self._functions[0](batch["labels"])}
+        return {**batch, _IDS: self._shifts[0].of(batch)}
 
     def prove(self, anatomy: Anatomy, example: Batch) -> None:
-        """Keep the function with which all modules are given the tokens that the model's forward makes of labels; none,
-        if it does not look at them."""
-        if not self._needed:
+        """Keep what gives all modules the tokens that the model's own forward gives them, which sees the labels."""
+        if not self._shifts:
             return
         labels = example["labels"].clone()
-        labels[0, -1] = IGNORED  # which is no token: the function must say which one it becomes
-        inputs = {name: own for name, own in anatomy.pick(example).items() if name != _IDS}
+        if labels.ndim > 1 and not labels.is_floating_point():
+            labels[0, -1] = IGNORED  # which is no token: the function must say which one it becomes
+        example = {**example, "labels": labels}
+        inputs = anatomy.pick(example)
         expected = _tokens_seen(self._model, anatomy, {**inputs, "labels": labels})
-        for function in self._functions:
-            if _equal(_tokens_seen(self._model, anatomy, {**inputs, _IDS: function(labels)}), expected):
-                self._functions = [function]
+        for shift in self._shifts:
+            if _equal(_tokens_seen(self._model, anatomy, {**inputs, _IDS: shift.of(example)}), expected):
+                self._shifts = [shift]
                 return
-        self._functions = []
-        if not _equal(_tokens_seen(self._model, anatomy, inputs), expected):
-            raise InvalidInput(
-                f"{type(self._model).__name__}: how it makes {_IDS} from labels is not known; give an example batch "
-                f"that has {_IDS}"
-            )
-
-
-def _works(function: Callable[[Tensor], Tensor], labels: Tensor) -> bool:
-    try:
-        return isinstance(function(labels), Tensor)
-    except Exception:  # of whatever kind: it is the stock model's own
-        return False
+        raise InvalidInput(
+            f"{type(self._model).__name__}: how it makes {_IDS} from labels is not known; give an example batch that "
+            f"has {_IDS}"
+        )
 
 
 def _functions(model: Any) -> list[Callable[[Tensor], Tensor]]:
@@ -85,7 +96,7 @@ def _tokens_seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) 
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given = (own for own in tree_flatten((args, kwargs))[0] if isinstance(own, Tensor))
-        seen.extend(own for own in given if own.dtype == torch.int64)
+        seen.extend(own.clone() for own in given if own.dtype == torch.int64)
 
     def pass_on(call: Call) -> Any:
         if call.block == anatomy.segments[-1].first:
@@ -98,7 +109,7 @@ def _tokens_seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) 
         stubbed.model.get_submodule(unit.name).register_forward_pre_hook(note, with_kwargs=True)
     stubbed.on_block = pass_on
     with torch.no_grad():
-        stubbed.run(inputs, torch.float32, training=False)
+        stubbed.run({name: own.clone() for name, own in inputs.items()}, torch.float32, training=False)
     return seen
 
 
