@@ -45,9 +45,7 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
             reasons.append(f"{' and '.join(names)} (the trial run failed with {type(error).__name__}: {said})")
     kind = type(model).__name__
     if not reasons:
-        two = _has_two_stacks(model)
-        needed = "two lists (nn.ModuleList) of blocks" if two else "no nn.ModuleList of blocks"
-        raise InvalidInput(f"{kind}: has {'not ' * two}{needed}, which the generic cut needs")
+        raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
     raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
 
 
@@ -69,10 +67,6 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))
 
 
-def _has_two_stacks(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
 def _choices(model: nn.Module) -> list[tuple[str, ...]]:
     """Lists that may be the model's blocks, the likeliest first. Of an encoder alone the decoder would be the head."""
     found = _candidates(model)
@@ -80,9 +74,9 @@ def _choices(model: nn.Module) -> list[tuple[str, ...]]:
     lengths = {name: len(own) for name, own in found if not any(name.startswith(f"{other}.") for other, _ in found)}
     order = [name for name, _ in model.named_modules() if name in lengths]
     pairs: list[tuple[str, ...]] = sorted(combinations(order, 2), key=lambda pair: -sum(lengths[name] for name in pair))
-    if _has_two_stacks(model):
+    if pairs and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return pairs[:_MOST_PAIRS]
-    return single if type(model).__module__.startswith("transformers.") else single + pairs[:_MOST_PAIRS]
+    return single if type(model).__module__.startswith("transformers.") else pairs[:_MOST_PAIRS] + single
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +149,8 @@ def _examine(trial: _Trial, names: tuple[str, ...]) -> Anatomy:
     if [call.block for call in calls] != list(range(len(stubbed.blocks))):
         raise _Unfit("its modules do not run once each in order")
     segments = tuple(own.segment(calls) for own in lists)
+    if len(segments) > 1:
+        _check_rows([own.hidden for own in lists], len(next(iter(trial.inputs.values()))))
     if stubbed.log.outside:
         raise _Unfit(f"a weight of {stubbed.log.outside[0]} is used outside of it")
     phases = _phases(stubbed, segments)
@@ -200,6 +196,14 @@ def _check_shape(call: Call, hidden_argument: int | str, made: Tensor) -> None:
     if given.shape != made.shape:
         before, after = list(given.shape), list(made.shape)
         raise _Unfit(f"its modules change the shape of the hidden state, from {before} to {after}")
+
+
+def _check_rows(hidden: Sequence[Tensor], rows: int) -> None:
+    """Stages pass on samples: they must come first in each tensor."""
+    for own in hidden:
+        if own.shape[0] != rows:
+            shape = list(own.shape)
+            raise _Unfit(f"its hidden states have the shape {shape}, in which the {rows} samples do not come first")
 
 
 def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any:
