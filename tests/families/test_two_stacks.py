@@ -118,6 +118,24 @@ def test_position_biases_that_travel_are_refused() -> None:
         layered_model(transformers.MT5ForConditionalGeneration(config))
 
 
+@pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
+def test_a_mask_that_is_made_of_labels() -> None:
+    """Two models put together: its decoder does not attend to padding, which labels that do not count become."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sides = [AutoConfig.for_model("bert", **sizes, intermediate_size=8) for _ in range(2)]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*sides)
+    config.decoder_start_token_id, config.pad_token_id = 1, 2
+    torch.manual_seed(0)
+    model = transformers.EncoderDecoderModel(config).eval()
+    layered = layered_model(model)
+    batch = layered.example(3, 9, torch.Generator().manual_seed(1))
+    batch["labels"] = batch["labels"].clamp(min=3)
+    batch["labels"][0, 4] = IGNORED
+    made = layered.context(batch, torch.float32).batch
+    assert made["decoder_attention_mask"].tolist()[0] == [1, 1, 1, 1, 1, 0, 1, 1, 1]
+    torch.testing.assert_close(_loss(layered, batch), model(**batch).loss)
+
+
 def test_tokens_before_samples_are_refused() -> None:
     """FSMT's hidden states are (tokens, samples, width): a micro-batch could not be divided by its samples."""
     config = tiny_config(AutoConfig.for_model("fsmt", **_LAYERS, langs=["en", "de"]))

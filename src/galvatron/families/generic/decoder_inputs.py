@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.generic.segments import Anatomy
-from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
+from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel, has_nan
 from galvatron.families.layer import IGNORED, Batch
 
 __all__ = ["DecoderInputs"]
 
-_IDS = "decoder_input_ids"
+_IDS, _MASK = "decoder_input_ids", "decoder_attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,17 @@ class _Shift:
 
     source: str
     function: Callable[[Tensor], Tensor]
+    padding: int | None
+    """The token that the decoder does not attend to; None: it attends to all."""
 
-    def of(self, batch: Batch) -> Tensor:
-        return self.function(batch[self.source].clone())  # some models write into what they are given (FSMT)
+    def added_to(self, batch: Batch) -> dict[str, Tensor]:
+        ids = self.function(batch[self.source].clone())  # some models write into what they are given
+        masks = {} if self.padding is None else {_MASK: (ids != self.padding).to(ids.dtype)}
+        return {_IDS: ids, **masks, **batch}
 
     def works(self, batch: Batch) -> bool:
         try:
-            return isinstance(self.of(batch), Tensor)
+            return isinstance(self.added_to(batch)[_IDS], Tensor)
         except Exception:  # of whatever kind: it is the stock model's own
             return False
 
@@ -48,27 +52,33 @@ class DecoderInputs:
         self._model = model
         self._shifts: list[_Shift] = []
         if _IDS in taken and "labels" in taken and _IDS not in example:
-            found = [_Shift(source, own) for source in ("labels", "input_ids") for own in _functions(model)]
+            padding = getattr(getattr(model, "config", None), "pad_token_id", None) if _MASK in taken else None
+            found = [
+                _Shift(source, own, left_out)
+                for left_out in dict.fromkeys((None, padding))
+                for source in ("labels", "input_ids")
+                for own in _functions(model)
+            ]
             self._shifts = [shift for shift in found if shift.works(example)]
 
     def complete(self, batch: Batch) -> Batch:
         """The batch with the decoder's inputs."""
         if not self._shifts or _IDS in batch or self._shifts[0].source not in batch:
             return batch
-        return {**batch, _IDS: self._shifts[0].of(batch)}
+        return self._shifts[0].added_to(batch)
 
     def prove(self, anatomy: Anatomy, example: Batch) -> None:
-        """Keep what gives all modules the tokens that the model's own forward gives them, which sees the labels."""
+        """Keep what gives modules the tokens and masks that the model's own forward gives them, which sees labels."""
         if not self._shifts:
             return
         labels = example["labels"].clone()
         if labels.ndim > 1 and not labels.is_floating_point():
-            labels[0, -1] = IGNORED  # which is no token: the function must say which one it becomes
+            labels[0, labels.shape[1] // 2] = IGNORED  # which is no token: the function must say which one it becomes
         example = {**example, "labels": labels}
         inputs = anatomy.pick(example)
-        expected = _tokens_seen(self._model, anatomy, {**inputs, "labels": labels})
+        expected = _seen(self._model, anatomy, {**inputs, "labels": labels})
         for shift in self._shifts:
-            if _equal(_tokens_seen(self._model, anatomy, {**inputs, _IDS: shift.of(example)}), expected):
+            if _equal(_seen(self._model, anatomy, anatomy.pick(shift.added_to(example))), expected):
                 self._shifts = [shift]
                 return
         raise InvalidInput(
@@ -89,8 +99,8 @@ def _functions(model: Any) -> list[Callable[[Tensor], Tensor]]:
     return found
 
 
-def _tokens_seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """All whole numbers that modules are given before the decoder's blocks."""
+def _seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All whole numbers that modules are given before the decoder's blocks, and what the first of those is given."""
     stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
     seen: list[Tensor] = []
 
@@ -100,6 +110,8 @@ def _tokens_seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) 
 
     def pass_on(call: Call) -> Any:
         if call.block == anatomy.segments[-1].first:
+            given = tree_flatten((call.args, call.kwargs))[0]
+            seen.extend(own for own in given if isinstance(own, Tensor) and not has_nan(own))
             raise Stop
         return anatomy.passed(call)
 

@@ -191,6 +191,8 @@ class _Reads(TorchFunctionMode):
     def region_of(self, paths: Sequence[str], rows: Sequence[str]) -> tuple[Rule, ...]:
         """The region that projections of one tensor make up with the rows inside it, and what is whole in it; empty:
         somebody else reads the tensor there too."""
+        if any(self._order.count(path) > 1 for path in paths):
+            return ()  # with what an encoder made too, as attention to both at once does
         tensor = self.input_of(paths[0])
         around = [path.rpartition(".")[0] for path in paths]
         for path in _parents(around[0]):
