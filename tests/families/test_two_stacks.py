@@ -113,7 +113,7 @@ def test_what_it_is_to_the_planner() -> None:
 
 
 def test_position_biases_that_travel_are_refused() -> None:
-    config = tiny_config(AutoConfig.for_model("mt5", num_layers=2, num_decoder_layers=2))
+    config: Any = tiny_config(AutoConfig.for_model("mt5", num_layers=2, num_decoder_layers=2))
     with pytest.raises(InvalidInput, match="is what the one before returned besides the hidden state"):
         layered_model(transformers.MT5ForConditionalGeneration(config))
 
@@ -126,7 +126,8 @@ def test_a_mask_that_is_made_of_labels() -> None:
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*sides)
     config.decoder_start_token_id, config.pad_token_id = 1, 2
     torch.manual_seed(0)
-    model = transformers.EncoderDecoderModel(config).eval()
+    model: Any = transformers.EncoderDecoderModel(config)
+    model.eval()
     layered = layered_model(model)
     batch = layered.example(3, 9, torch.Generator().manual_seed(1))
     batch["labels"] = batch["labels"].clamp(min=3)
@@ -138,7 +139,7 @@ def test_a_mask_that_is_made_of_labels() -> None:
 
 def test_tokens_before_samples_are_refused() -> None:
     """FSMT's hidden states are (tokens, samples, width): a micro-batch could not be divided by its samples."""
-    config = tiny_config(AutoConfig.for_model("fsmt", **_LAYERS, langs=["en", "de"]))
+    config: Any = tiny_config(AutoConfig.for_model("fsmt", **_LAYERS, langs=["en", "de"]))
     with pytest.raises(InvalidInput, match=r"have the shape \[8, 2, 32\], in which the 2 samples do not come first"):
         layered_model(transformers.FSMTForConditionalGeneration(config))
 
@@ -157,7 +158,10 @@ class _Cross(nn.Module):
         self.own, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor, *seen: Tensor) -> Tensor:
-        return hidden + self.own(hidden).tanh() + sum(self.other(each).mean(1, keepdim=True) for each in seen)
+        made: Tensor = hidden + self.own(hidden).tanh()
+        for each in seen:
+            made = made + self.other(each).mean(1, keepdim=True)
+        return made
 
 
 class _Plain(nn.Module):

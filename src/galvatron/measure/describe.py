@@ -125,7 +125,8 @@ class _Description:
                 made, traced[layer.kind] = _measure(layer, activations, fakes, given)
                 if layer is head:
                     # What enters it is what counts: it hands on a loss.
-                    traced[layer.kind] = replace(traced[layer.kind], **_sizes(activations))
+                    boundary, message = _sizes(activations)
+                    traced[layer.kind] = replace(traced[layer.kind], boundary=boundary, message=message)
                 elif isinstance(layer, Embedding | Bridge):  # blocks hand on what they were given
                     activations = tuple(own.detach().requires_grad_() for own in made)
         return traced
@@ -332,19 +333,21 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
         stack.enter_context(saved_tensors_hooks(work.pack, lambda own: own))
         stack.enter_context(work)
         made = layer(activations, context)
+    boundary, message = _sizes(made)
     return made, _Traced(
         parameters=sum(own.numel() for own in layer.parameters()),
         flops=work.flops + counter.get_total_flops(),
         saved=work.saved,
         largest=work.largest,
+        boundary=boundary,
+        message=message,
         experts=inside,
-        **_sizes(made),
     )
 
 
-def _sizes(activations: Activations) -> dict[str, int]:
-    """Bytes of what a layer hands on."""
-    return {"boundary": sum(map(_bytes, activations)), "message": _bytes(activations[0])}
+def _sizes(activations: Activations) -> tuple[int, int]:
+    """Bytes of all that a layer hands on, and of the first of it, the hidden state."""
+    return sum(map(_bytes, activations)), _bytes(activations[0])
 
 
 @contextmanager

@@ -156,8 +156,9 @@ class _Part:
             if call.block == segment.first:
                 found.append(segment.activations(call))
                 raise Stop
-            last = hidden is not None and call.block == segment.first - 1
-            return self._anatomy.returned(call, hidden if last else self._anatomy.hidden(call))
+            if hidden is not None and call.block == segment.first - 1:
+                return self._anatomy.returned(call, hidden)
+            return self._anatomy.passed(call)
 
         self._stubbed.on_block = capture
         self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)

@@ -64,6 +64,11 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def arguments(self) -> dict[int | str, Any]:
+        """All arguments by their places."""
+        return dict((*enumerate(self.args), *self.kwargs.items()))
+
     def argument(self, place: int | str) -> Any:
         """What it was given in this place: by number, or by keyword."""
         return self.kwargs[place] if isinstance(place, str) else self.args[place]
@@ -115,7 +120,8 @@ class StubbedModel:
 
     def __init__(self, model: nn.Module, lists: Sequence[str], units: Iterable[Unit], real: Iterable[str] = ()) -> None:
         self.model = without_weights(model)
-        for config in [getattr(module, "config", None) for module in self.model.modules()]:  # a decoder has its own
+        for module in self.model.modules():  # a decoder has a configuration of its own
+            config: Any = getattr(module, "config", None)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
         self.blocks: list[nn.Module] = [block for name in lists for block in self.model.get_submodule(name).children()]

@@ -283,7 +283,7 @@ def _handed(segment: Segment, calls: Sequence[Call], extra: Any) -> tuple[int | 
     """Where blocks take the tensor that is handed to all of them."""
     found: dict[int | str, Any] = {}
     for call in calls:
-        for place, own in (*enumerate(call.args), *call.kwargs.items()):
+        for place, own in call.arguments.items():
             if place == segment.hidden_argument or not has_nan(own):
                 continue
             if any(own is other for other in extra or ()):
@@ -296,7 +296,7 @@ def _handed(segment: Segment, calls: Sequence[Call], extra: Any) -> tuple[int | 
                 raise _Unfit(f"argument {place!r} of its modules is computed with weights")
             found[place] = own
     for call in calls:
-        given = {**dict(enumerate(call.args)), **call.kwargs}
+        given = call.arguments
         if any(given.get(place) is not own for place, own in found.items()):
             raise _Unfit("not all of its modules take the tensor that was made before them, or not in the same place")
     return tuple(found)
