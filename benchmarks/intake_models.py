@@ -29,6 +29,7 @@ _HEADS: Mapping[str, Mapping[str, Any]] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "image and text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
@@ -141,8 +142,9 @@ def _complete(config: Any) -> None:
     for name, value in open_.items():
         if name in vars(config) and value is not None and (vars(config)[name] is None or name not in _OPEN):
             setattr(config, name, value)
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0
+    for name in ("decoder_start_token_id", "pad_token_id") if config.is_encoder_decoder else ():
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
     if "image_size" in vars(config):
         patch = getattr(config, "patch_size", None)
         sides = _PIXELS * (2 if hasattr(config, "depths") else 1)  # whose last stage sees a part of them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -400,6 +401,7 @@ def _worst(said: Sequence[Outcome]) -> Outcome:
 
 
 def _rank(rank: int, store: Path, pipe: Connection, work: Callable[[], Outcome]) -> None:
+    faulthandler.enable()  # where a rank dies
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(_RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(_RANKS))
     outcomes: list[Outcome] = []
 

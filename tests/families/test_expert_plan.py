@@ -40,7 +40,7 @@ class _Model(nn.Module):
 
 
 def _found(*experts: nn.Module, plan: dict[str, str] | None = None) -> tuple[DividedExperts | None, str]:
-    rules = find_experts(_Model(*experts, plan=plan), "layers", ["block"])
+    rules = find_experts(_Model(*experts, plan=plan), ["layers.0"], ["block"])
     return rules.blocks.get("block"), rules.refused
 
 

@@ -280,10 +280,6 @@ def test_stock_models_that_cannot_be_cut() -> None:
     albert = _make("AlbertForMaskedLM", AutoConfig.for_model("albert", **_SIZES, embedding_size=8))
     with pytest.raises(InvalidInput, match="do not run once each in order"):
         layered_model(albert)
-    sizes = {f"{side}_{what}": 4 for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
-    config = AutoConfig.for_model("bart", vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
-    with pytest.raises(InvalidInput, match="has an encoder and a decoder"):
-        layered_model(_make("BartForConditionalGeneration", config))
     with pytest.raises(InvalidInput, match="give an example batch"):
         layered_model(_Plain())
 

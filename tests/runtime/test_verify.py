@@ -93,7 +93,7 @@ def _same(labels: Tensor) -> Tensor:
 
 _BREAKS: dict[str, tuple[str, Any]] = {
     "tied gradients lost": ("galvatron.runtime.assembly.resplit", _lost),
-    "labels not shifted": ("galvatron.families.generic.adapter.next_tokens", _same),
+    "labels not shifted": ("galvatron.families.generic.layers.next_tokens", _same),
 }
 
 
@@ -110,7 +110,7 @@ def _left_behind(plan: galvatron.Plan) -> tuple[int, bool]:
 
 def _built(plan: galvatron.Plan, check: bool | None) -> str:
     """What parallelize says when labels are not shifted."""
-    with patch("galvatron.families.generic.adapter.next_tokens", _same):
+    with patch("galvatron.families.generic.layers.next_tokens", _same):
         try:
             galvatron.parallelize(_model(), plan, device="cpu", check=check)
         except Unequal as error:

@@ -55,7 +55,7 @@ _Rule = tuple[str, Callable[[_Sizes, int], int]]
 _RULES: tuple[_Rule, ...] = (
     (r"num_(key_value|kv)_heads|n_head_kv|num_key_value_groups|multi_query_group_num", lambda own, _: own.kv_heads),
     (
-        r"(num|n)_(attention_)?heads?|n_head|(encoder|decoder)_attention_heads|attention_heads",
+        r"(num|n)_(attention_)?heads?|n_head|(encoder|decoder)_(attention_)?heads|attention_heads",
         lambda own, _: own.heads * (own.expand if own.stateful else 1),
     ),
     (r"encoder_ffn_heads|num_(global|swa)_attention_heads", lambda own, _: own.heads),
@@ -98,11 +98,11 @@ _RULES: tuple[_Rule, ...] = (
     (r".*vocab_size.*", lambda own, value: min(value, _VOCABULARY)),
     (
         r"(max|max_encoder|max_decoder)_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length"
-        r"|seq_length",
+        r"|seq_length|max_(source|target)_positions",
         lambda own, value: min(value, _POSITIONS),
     ),
     (
-        r"sliding_window|attention_window_size|attention_chunk_size|window_size|local_attention|keep_window_size",
+        r"sliding_window|attention_window(_size)?|attention_chunk_size|window_size|local_attention|keep_window_size",
         lambda own, value: min(value, 4),
     ),
     (r"(mamba_)?chunk_size", lambda own, value: min(value, _HEAD)),

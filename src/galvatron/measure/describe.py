@@ -31,6 +31,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Table
@@ -63,7 +64,6 @@ class _Description:
         layered = self._layered()
         whole = self._trace(layered, None)
         halves = self._split(layered)
-        boundary = whole[layered.layers[0].kind].boundary
         tokens = self._sample["input_ids"].shape[1] if "input_ids" in self._sample else None
         seen: set[nn.Parameter] = set()
         kinds: dict[str, LayerSpec] = {}
@@ -71,8 +71,9 @@ class _Description:
             own = set(layer.parameters())
             if layer.kind not in kinds:
                 tied = sum(parameter.numel() for parameter in own & seen)
-                tensor = layered.tensor_parallel(layer, boundary_bytes=boundary, tokens=tokens) if halves else None
-                kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied, boundary)
+                message = whole[layer.kind].message
+                tensor = layered.tensor_parallel(layer, boundary_bytes=message, tokens=tokens) if halves else None
+                kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
             seen |= own
         return ModelSpec(
             name=name,
@@ -102,7 +103,7 @@ class _Description:
         """The first layer of each kind, run."""
         context = layered.context(self._sample, self._dtype)
         first = {layer.kind: layer for layer in reversed(layered.layers)}
-        embedding, *_, head = layered.layers
+        *_, head = layered.layers
         if group is not None:
             for layer in first.values():
                 if layer.rules:
@@ -113,17 +114,21 @@ class _Description:
             _give_values(first.values())
             fakes = replace(
                 context,
-                batch={key: fake.from_tensor(own) for key, own in self._sample.items()},
+                batch={key: fake.from_tensor(own) for key, own in context.batch.items()},
                 calls=tuple(_faked(call, fake) for call in context.calls),
             )
             given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in fakes.calls])}
-            hidden, traced[embedding.kind] = _measure(embedding, (), fakes, given)
-            hidden = hidden.detach().requires_grad_()
-            for layer in first.values():
+            activations: Activations = ()
+            for layer in (own for own in layered.layers if first[own.kind] is own):
+                if layer is head or (activations and isinstance(layer, Bridge)):
+                    layer(activations, fakes)  # so that the stand-ins for what precedes know their shapes
+                made, traced[layer.kind] = _measure(layer, activations, fakes, given)
                 if layer is head:
-                    layer((hidden,), fakes)  # so that the stand-ins for what precedes know their shapes
-                if layer is not embedding:
-                    _, traced[layer.kind] = _measure(layer, (hidden,), fakes, given)
+                    # What enters it is what counts: it hands on a loss.
+                    boundary, message = _sizes(activations)
+                    traced[layer.kind] = replace(traced[layer.kind], boundary=boundary, message=message)
+                elif isinstance(layer, Embedding | Bridge):  # blocks hand on what they were given
+                    activations = tuple(own.detach().requires_grad_() for own in made)
         return traced
 
 
@@ -137,6 +142,9 @@ class _Traced:
     largest: int
     """Bytes of its largest operation, in and out."""
     boundary: int
+    """Bytes of all tensors that it hands on."""
+    message: int
+    """Bytes of the first of them, the hidden state."""
     experts: _Inside | None
     """Of these, what happens inside its experts."""
 
@@ -151,9 +159,7 @@ class _Inside:
     """Bytes of its tokens, once for each of their experts."""
 
 
-def _spec(
-    layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorParallel | None, tied: int, boundary: int
-) -> LayerSpec:
+def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorParallel | None, tied: int) -> LayerSpec:
     if half is None or tensor is None:
         half, tensor = whole, None
     saved = _divided(whole.saved, half.saved)
@@ -166,10 +172,10 @@ def _spec(
         replicated_flops=0 if tensor is None else whole.flops - _divided(whole.flops, half.flops),
         split_activation_bytes=saved,
         replicated_activation_bytes=whole.saved - saved,
-        boundary_bytes=boundary,
+        boundary_bytes=whole.boundary,
         # Backward holds the gradients of what the operation made and took, and (in a softmax) half as much again, while
         # the gradient of the boundary waits.
-        transient_bytes=whole.largest * 3 // 2 + boundary,
+        transient_bytes=whole.largest * 3 // 2 + whole.boundary,
         tensor_parallel=tensor,
     )
     return replace(spec, experts=_experts(layer, spec, whole.experts, half.experts))
@@ -315,7 +321,7 @@ def _attention_flops(
 _FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
-def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Tensor, _Traced]:
+def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Activations, _Traced]:
     work = _Work(layer.parameters(), given)
     counter = FlopCounterMode(display=False, custom_mapping=_FUSED)
     inside = None if layer.experts is None else _Inside()
@@ -326,15 +332,22 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
         stack.enter_context(counter)
         stack.enter_context(saved_tensors_hooks(work.pack, lambda own: own))
         stack.enter_context(work)
-        (made,) = layer(activations, context)
+        made = layer(activations, context)
+    boundary, message = _sizes(made)
     return made, _Traced(
         parameters=sum(own.numel() for own in layer.parameters()),
         flops=work.flops + counter.get_total_flops(),
         saved=work.saved,
         largest=work.largest,
-        boundary=_bytes(made),
+        boundary=boundary,
+        message=message,
         experts=inside,
     )
+
+
+def _sizes(activations: Activations) -> tuple[int, int]:
+    """Bytes of all that a layer hands on, and of the first of it, the hidden state."""
+    return sum(map(_bytes, activations)), _bytes(activations[0])
 
 
 @contextmanager

@@ -39,11 +39,11 @@ class _NoExpertParallelism(Exception):
     """Why experts cannot be divided."""
 
 
-def find_experts(model: nn.Module, blocks: str, kinds: Sequence[str]) -> ExpertRules:
-    """The experts of each kind of block; ``blocks``: the name of their list."""
+def find_experts(model: nn.Module, blocks: Sequence[str], kinds: Sequence[str]) -> ExpertRules:
+    """The experts of each kind of block; ``blocks``: the name of each."""
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     try:
-        found = {kind: _block_experts(model, f"{blocks}.{index}") for kind, index in first.items()}
+        found = {kind: _block_experts(model, blocks[index]) for kind, index in first.items()}
     except _NoExpertParallelism as reason:
         return ExpertRules(refused=str(reason))
     return ExpertRules(

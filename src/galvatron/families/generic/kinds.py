@@ -13,19 +13,19 @@ __all__ = ["block_kinds"]
 _BLOCK = "block"
 
 
-def block_kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+def block_kinds(model: nn.Module, blocks: Sequence[nn.Module], stack: str = "") -> list[str]:
     """The name of each block's kind: ``block`` where all are equal, else after what the configuration calls its type of
-    layer, and after its experts."""
-    types = _layer_types(model, len(blocks))
+    layer, and after its experts. ``stack``: the name of their list, if the model has several (``encoder``)."""
+    types = _layer_types(model, len(blocks), stack)
     outlines = [_outline(block) for block in blocks]
     keys = list(zip(types, outlines, strict=True))
     distinct = list(dict.fromkeys(keys))
     if len(distinct) == 1:
-        return [_BLOCK] * len(blocks)
+        return [stack or _BLOCK] * len(blocks)
     names: dict[Any, str] = {}
     for key in distinct:
         type_, outline = key
-        base = type_ or _BLOCK
+        base = (f"{stack}-{type_}" if stack and type_ else type_) or stack or _BLOCK
         if len({other for other in distinct if other[0] == type_}) > 1:
             base += "-experts" if _has_experts(outline) else "-dense" if _mixed(distinct, type_) else ""
         taken = sum(
@@ -35,9 +35,10 @@ def block_kinds(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
     return [names[key] for key in keys]
 
 
-def _layer_types(model: nn.Module, count: int) -> list[str]:
+def _layer_types(model: nn.Module, count: int, stack: str) -> list[str]:
     """What the configuration says of each block; empty where it says nothing."""
     config: Any = getattr(model, "config", None)
+    config = (getattr(config, stack, None) or config) if stack else config
     texts = [config.get_text_config(), config] if hasattr(config, "get_text_config") else [config]
     for own in texts:
         for field in ("layer_types", "layers_block_type"):

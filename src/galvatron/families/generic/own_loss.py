@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import count_targets, next_tokens
+from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import StubbedModel
-from galvatron.families.generic.trial import Anatomy
 from galvatron.families.layer import IGNORED, Batch, CrossEntropy
 
 __all__ = ["refuse_balance_loss", "shifts_labels"]
@@ -34,9 +34,11 @@ def shifts_labels(model: nn.Module, anatomy: Anatomy, batch: Batch) -> bool:
     labels = batch["labels"].clone()
     if labels.ndim > 1 and not labels.is_floating_point():
         labels[0, labels.shape[1] // 2] = IGNORED  # the two readings must agree on what does not count
-    stubbed = StubbedModel(model, anatomy.blocks, anatomy.units)
+    stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
     stubbed.noise = torch.Generator().manual_seed(0)
-    stubbed.on_block = lambda call: anatomy.wrap(torch.randn(anatomy.hidden(call).shape, generator=stubbed.noise))
+    stubbed.on_block = lambda call: anatomy.returned(
+        call, torch.randn(anatomy.hidden(call).shape, generator=stubbed.noise)
+    )
     own, logits = _own_loss(stubbed, anatomy, {**batch, "labels": labels}, name)
     if own is None:
         return False

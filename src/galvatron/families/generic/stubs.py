@@ -8,7 +8,7 @@ them shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,28 +60,37 @@ class Call:
     """How a block was called."""
 
     block: int
+    """Its number, counted over all lists."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def with_hidden(self, argument: int | str, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments with another hidden state, which is the first argument or this keyword."""
-        if isinstance(argument, str):
-            return self.args, {**self.kwargs, argument: hidden}
-        return (hidden, *self.args[1:]), self.kwargs
+    @property
+    def arguments(self) -> dict[int | str, Any]:
+        """All arguments by their places."""
+        return dict((*enumerate(self.args), *self.kwargs.items()))
+
+    def argument(self, place: int | str) -> Any:
+        """What it was given in this place: by number, or by keyword."""
+        return self.kwargs[place] if isinstance(place, str) else self.args[place]
+
+    def given(self, arguments: Mapping[int | str, Any]) -> Call:
+        """The same call with other values of some arguments."""
+        args = tuple(arguments.get(place, own) for place, own in enumerate(self.args))
+        return Call(self.block, args, {name: arguments.get(name, own) for name, own in self.kwargs.items()})
 
 
 class Stop(Exception):
     """Ends a forward pass where enough is known."""
 
 
-def find_units(model: nn.Module, blocks: str) -> tuple[Unit, ...]:
-    """The units around the list of blocks of that name, in the order of the model; those of modules that contain the
+def find_units(model: nn.Module, lists: Sequence[str]) -> tuple[Unit, ...]:
+    """The units around the lists of blocks of these names, in the order of the model; those of modules that contain a
     list are single parameters (:class:`Held`)."""
     units: list[Unit] = []
 
     def walk(name: str, module: nn.Module) -> None:
         inner = {f"{name}.{child}".lstrip("."): own for child, own in module.named_children()}
-        around = not name or blocks.startswith(f"{name}.")
+        around = not name or any(blocks.startswith(f"{name}.") for blocks in lists)
         if around:
             units.extend(
                 Unit(f"{name}.{key}".lstrip("."), Held(own)) for key, own in module.named_parameters(recurse=False)
@@ -90,7 +99,7 @@ def find_units(model: nn.Module, blocks: str) -> tuple[Unit, ...]:
             units.append(Unit(name, module))
             return
         for child, own in inner.items():
-            if child != blocks:
+            if child not in lists:
                 walk(child, own)
 
     walk("", model)
@@ -109,11 +118,14 @@ class _Log:
 class StubbedModel:
     """A copy of a model without weights, with stand-ins for its blocks and for the units not in ``real``."""
 
-    def __init__(self, model: nn.Module, blocks: str, units: Iterable[Unit], real: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, lists: Sequence[str], units: Iterable[Unit], real: Iterable[str] = ()) -> None:
         self.model = without_weights(model)
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
-            self.model.config.use_cache = False
-        self.blocks: list[nn.Module] = list(self.model.get_submodule(blocks))
+        for module in self.model.modules():  # a decoder has a configuration of its own
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+        self.blocks: list[nn.Module] = [block for name in lists for block in self.model.get_submodule(name).children()]
+        """Those of all lists, in order."""
         self.log = _Log()
         self._held = {unit.name: unit.module for unit in units if isinstance(unit.module, Held)}
         self._real = {unit.name: unit.module for unit in units if unit.name in set(real)}

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
+from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
 from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules, rules_within
-from galvatron.families.generic.trial import Anatomy
 from galvatron.families.rules import Columns, PartialGradients, Region, Rows, Rule, Table, Whole
 
 __all__ = ["TensorRules", "find_rules"]
@@ -46,7 +46,7 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
     """The rules of each kind of block; ``calls``: how the blocks are called."""
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     try:
-        found = {kind: block_rules(model, f"{anatomy.blocks}.{index}") for kind, index in first.items()}
+        found = {kind: block_rules(model, anatomy.name(index)) for kind, index in first.items()}
     except NoTensorParallelism as reason:
         return TensorRules(refused=str(reason))
     if not any(found.values()):
@@ -65,11 +65,9 @@ class _Run:
     """A block on the meta device."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call) -> None:
-        self._block: nn.Module = (
-            without_weights(model.get_submodule(f"{anatomy.blocks}.{call.block}")).to("meta").eval()
-        )
+        self._block: nn.Module = without_weights(model.get_submodule(anatomy.name(call.block))).to("meta").eval()
         self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
-        self._anatomy = anatomy
+        self._segment = anatomy.segment(call.block)
         self._reads: _Reads | None = None
 
     def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -83,8 +81,11 @@ class _Run:
         return rules
 
     def divisible(self, rules: tuple[Rule, ...]) -> bool:
-        """Whether the block runs on half of the tokens outside of its regions, in which is all that is split."""
-        hidden = self._anatomy.hidden(self._call)
+        """Whether the block runs on half of the tokens outside of its regions, in which is all that is split. One that
+        also takes what an encoder made does not: nobody would divide that."""
+        if self._segment.handed:
+            return False
+        hidden = self._segment.hidden(self._call)
         tokens = hidden.shape[1] if hidden.ndim > 2 else 1
         if self._reads is None or not _in_regions(rules) or tokens % 2:
             return False
@@ -97,10 +98,10 @@ class _Run:
             if isinstance(rule, Region):
                 made = tree_map(halved, self._reads.outputs[rule.path])
                 self._block.get_submodule(rule.path).forward = lambda *_, made=made, **__: made
-        args, kwargs = self._call.with_hidden(self._anatomy.hidden_argument, halved(hidden))
+        call = self._segment.called_with(self._call, (halved(hidden),))
         try:
             with torch.no_grad(), on_meta():
-                self._block(*args, **kwargs)
+                self._block(*call.args, **call.kwargs)
         except _FAILURES:
             return False
         return True
@@ -197,6 +198,8 @@ class _Reads(TorchFunctionMode):
     def region_of(self, paths: Sequence[str], rows: Sequence[str]) -> tuple[Rule, ...]:
         """The region that projections of one tensor make up with the rows inside it, and what is whole in it; empty:
         somebody else reads the tensor there too."""
+        if any(self._order.count(path) > 1 for path in paths):
+            return ()  # with what an encoder made too, as attention to both at once does
         tensor = self.input_of(paths[0])
         around = [path.rpartition(".")[0] for path in paths]
         for path in _parents(around[0]):

@@ -1,11 +1,12 @@
-"""A trial run of an unknown model: which list are its blocks, what runs before and after, and whether it can be cut."""
+"""A trial run of an unknown model: which lists are its blocks, what runs around them, and whether it can be cut."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,52 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.generic.stubs import Call, StubbedModel, Unit, find_units, has_nan
+from galvatron.families.generic.segments import Anatomy, Segment
+from galvatron.families.generic.stubs import Call, Stop, StubbedModel, Unit, find_units, has_nan
 from galvatron.families.layer import Batch
 
-__all__ = ["Anatomy", "find_blocks"]
+__all__ = ["find_blocks"]
 
-
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """What a trial run found out about a model."""
-
-    blocks: str
-    """Name of the list of blocks."""
-    count: int
-    hidden_argument: int | str
-    """Where a block takes the hidden state: its first argument, or a keyword."""
-    extra: tuple[Any, ...] | None
-    """What a block returns after the hidden state; None: it returns that alone."""
-    units: tuple[Unit, ...]
-    before: tuple[str, ...]
-    """Names of the units that run before the blocks, and of the idle ones."""
-    after: tuple[str, ...]
-    idle: tuple[str, ...]
-    """Units that such batches do not use (the vision tower of a model that reads text); they must be in checkpoints."""
-    inputs: frozenset[str]
-    """What the model's forward takes, apart from labels."""
-
-    def modules(self, names: tuple[str, ...]) -> dict[str, tuple[str, nn.Module]]:
-        """These units in the form that a layer takes."""
-        found = {unit.name: unit.module for unit in self.units}
-        return {name.replace(".", "_"): (name, found[name]) for name in names}
-
-    def pick(self, batch: Batch) -> dict[str, Tensor]:
-        """The inputs in a batch."""
-        return {name: own for name, own in batch.items() if name in self.inputs}
-
-    def hidden(self, call: Call) -> Any:
-        """The hidden state that a block was called with."""
-        return (
-            call.kwargs[self.hidden_argument]
-            if isinstance(self.hidden_argument, str)
-            else call.args[self.hidden_argument]
-        )
-
-    def wrap(self, hidden: Tensor) -> Any:
-        """What a block returns if this is its hidden state."""
-        return hidden if self.extra is None else (hidden, *self.extra)
+_MOST_PAIRS = 6
+"""Of lists that are tried."""
 
 
 class _Unfit(Exception):
@@ -66,35 +29,30 @@ class _Unfit(Exception):
 
 
 def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
-    """The longest list of modules that runs as a chain."""
+    """The longest list of modules that runs as a chain; of a model with an encoder and a decoder, two lists."""
+    _refuse_batch_norm(model)
     taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
-    inputs = {key: own for key, own in batch.items() if key in taken}
+    trial = _Trial(model, {key: own for key, own in batch.items() if key in taken}, dtype, taken)
     reasons = []
-    for name, blocks in _candidates(model):
+    for names in _choices(model):
         try:
-            anatomy = _examine(model, name, blocks, inputs, dtype, taken)
+            return _examine(trial, names)
         except _Unfit as reason:
-            reasons.append(f"{name} ({reason})")
+            reasons.append(f"{' and '.join(names)} ({reason})")
         except Exception as error:  # of whatever kind: it comes from the stock model's own forward
             said = str(error).strip().partition(chr(10))[0]
-            reasons.append(f"{name} (the trial run failed with {type(error).__name__}: {said})")
-        else:
-            _refuse_batch_norm(model, anatomy)
-            return anatomy
-    _refuse_batch_norm(model)
+            reasons.append(f"{' and '.join(names)} (the trial run failed with {type(error).__name__}: {said})")
     kind = type(model).__name__
     if not reasons:
         raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
     raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
 
 
-def _refuse_batch_norm(model: nn.Module, anatomy: Anatomy | None = None) -> None:
-    """Its statistics are those of the rows that come together: a micro-batch's on one rank, not the batch's. What the
-    batch does not use may have one."""
-    used = ("",) if anatomy is None else (*anatomy.before, *anatomy.after, anatomy.blocks)
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """Its statistics are those of the rows that come together: a micro-batch's on one rank, not the batch's."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and f"{name}.".startswith(tuple(used)):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise InvalidInput(
                 f"{type(model).__name__}: {name} is a {type(module).__name__}, whose statistics would be those of one "
                 "rank's part of a micro-batch instead of the batch's; such a model cannot be divided and stay the same"
@@ -109,61 +67,115 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))
 
 
-def _examine(
-    model: nn.Module,
-    name: str,
-    blocks: nn.ModuleList,
-    inputs: dict[str, Tensor],
-    dtype: torch.dtype,
-    taken: frozenset[str],
-) -> Anatomy:
-    units = find_units(model, name)
-    stubbed = StubbedModel(model, name, units)
+def _choices(model: nn.Module) -> list[tuple[str, ...]]:
+    """Lists that may be the model's blocks, the likeliest first. Of an encoder alone the decoder would be the head."""
+    found = _candidates(model)
+    single: list[tuple[str, ...]] = [(name,) for name, _ in found]
+    lengths = {name: len(own) for name, own in found if not any(name.startswith(f"{other}.") for other, _ in found)}
+    order = [name for name, _ in model.named_modules() if name in lengths]
+    pairs: list[tuple[str, ...]] = sorted(combinations(order, 2), key=lambda pair: -sum(lengths[name] for name in pair))
+    if pairs and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return pairs[:_MOST_PAIRS]
+    return single if type(model).__module__.startswith("transformers.") else pairs[:_MOST_PAIRS] + single
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What is tried out."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    dtype: torch.dtype
+    taken: frozenset[str]
+    """What the model's forward takes, apart from labels."""
+
+    def run(self, stubbed: StubbedModel, *, training: bool = False) -> Any:
+        with torch.no_grad():
+            return stubbed.run(self.inputs, self.dtype, training=training)
+
+
+@dataclass(slots=True)
+class _List:
+    """A list of blocks as its trial run fills it in."""
+
+    name: str
+    first: int
+    blocks: list[nn.Module]
+    made: Any = None
+    """What its first block returned, without values."""
+    returned: list[Tensor] = field(default_factory=list)
+
+    @property
+    def hidden(self) -> Tensor:
+        return _hidden_of(self.made)
+
+    @property
+    def extra(self) -> tuple[Any, ...] | None:
+        if isinstance(self.made, Tensor):
+            return None
+        return tuple(None if isinstance(own, Tensor) else own for own in self.made[1:])
+
+    def result(self, stubbed: StubbedModel, call: Call) -> Any:
+        """What a block's stand-in returns: as its first block does, of zeros."""
+        if not self.returned:
+            self.made = _result_of_block(stubbed, call, self.blocks[0])
+        self.returned.append(torch.zeros(self.hidden.shape, dtype=self.hidden.dtype))
+        return self.returned[-1] if self.extra is None else (self.returned[-1], *self.extra)
+
+    def segment(self, calls: Sequence[Call]) -> Segment:
+        own = calls[self.first : self.first + len(self.blocks)]
+        hidden_argument = _hidden_argument(own, self.returned)
+        _check_shape(own[0], hidden_argument, self.hidden)
+        return Segment(self.name, self.first, len(self.blocks), hidden_argument, self.extra)
+
+
+def _examine(trial: _Trial, names: tuple[str, ...]) -> Anatomy:
+    model = trial.model
+    units = find_units(model, names)
+    lists: list[_List] = []
+    for name in names:
+        lists.append(_List(name, sum(len(own.blocks) for own in lists), list(model.get_submodule(name).children())))
+    stubbed = StubbedModel(model, names, units)
     stubbed.note_uses = True
-    returned: list[Tensor] = []
-    sample: list[Tensor] = []
-    extra: tuple[Any, ...] | None = None
-
-    def chain(call: Call) -> Any:
-        nonlocal extra
-        if not returned:
-            made = _result_of_block(stubbed, call, blocks)
-            sample.append(_hidden_of(made))
-            if not isinstance(made, Tensor):
-                extra = tuple(None if isinstance(own, Tensor) else own for own in made[1:])
-        returned.append(torch.zeros(sample[0].shape, dtype=sample[0].dtype))
-        return returned[-1] if extra is None else (returned[-1], *extra)
-
-    stubbed.on_block = chain
+    stubbed.on_block = lambda call: next(own for own in reversed(lists) if own.first <= call.block).result(
+        stubbed, call
+    )
     stubbed.watched = frozenset(unit.name for unit in units)
     parts = _parts(stubbed)
-    with torch.no_grad():
-        stubbed.run(inputs, dtype, training=model.training)
+    trial.run(stubbed, training=model.training)
     if _parts(stubbed) != parts:
         raise _Unfit("the model's own forward replaces parts of them, depending on the batch")
     calls = stubbed.log.calls
-    if [call.block for call in calls] != list(range(len(blocks))):
+    if [call.block for call in calls] != list(range(len(stubbed.blocks))):
         raise _Unfit("its modules do not run once each in order")
-    hidden_argument = _hidden_argument(calls, returned)
-    _check_shape(calls[0], hidden_argument, sample[0])
+    segments = tuple(own.segment(calls) for own in lists)
+    if len(segments) > 1:
+        _check_rows([own.hidden for own in lists], len(next(iter(trial.inputs.values()))))
     if stubbed.log.outside:
         raise _Unfit(f"a weight of {stubbed.log.outside[0]} is used outside of it")
-    before, after = _phases(stubbed, len(blocks))
-    idle = {unit.name for unit in units} - before - after
+    phases = _phases(stubbed, segments)
+    idle = _idle(units, set().union(*phases), lists)
     anatomy = Anatomy(
-        blocks=name,
-        count=len(blocks),
-        hidden_argument=hidden_argument,
-        extra=extra,
+        segments=segments,
         units=units,
-        before=_in_order(units, before | idle),
-        after=_in_order(units, after),
+        around=tuple(_in_order(units, own | idle if place == 0 else own) for place, own in enumerate(phases)),
         idle=_in_order(units, idle),
-        inputs=taken,
+        inputs=trial.taken,
     )
-    _check_arguments(anatomy, StubbedModel(model, name, units), inputs, dtype)
-    _check_after(anatomy, StubbedModel(model, name, units), inputs, dtype)
+    anatomy = replace(anatomy, segments=_with_arguments(anatomy, trial, lists))
+    for place in range(1, len(segments)):
+        _check_between(anatomy, trial, place)
+    _check_after(anatomy, trial)
     return anatomy
+
+
+def _idle(units: tuple[Unit, ...], used: set[str], lists: Sequence[_List]) -> set[str]:
+    """Units that did not run, but for those that are only another name of weights that others use (an embedding that
+    encoder and decoder share)."""
+    running = [unit.module for unit in units if unit.name in used] + [block for own in lists for block in own.blocks]
+    owned = {id(own) for module in running for own in module.parameters()}
+    others = (unit for unit in units if unit.name not in used)
+    return {unit.name for unit in others if any(id(own) not in owned for own in unit.module.parameters())}
 
 
 def _parts(stubbed: StubbedModel) -> list[tuple[str, type[nn.Module]]]:
@@ -186,19 +198,27 @@ def _check_shape(call: Call, hidden_argument: int | str, made: Tensor) -> None:
         raise _Unfit(f"its modules change the shape of the hidden state, from {before} to {after}")
 
 
-def _result_of_block(stubbed: StubbedModel, call: Call, blocks: nn.ModuleList) -> Any:
+def _check_rows(hidden: Sequence[Tensor], rows: int) -> None:
+    """Stages pass on samples: they must come first in each tensor."""
+    for own in hidden:
+        if own.shape[0] != rows:
+            shape = list(own.shape)
+            raise _Unfit(f"its hidden states have the shape {shape}, in which the {rows} samples do not come first")
+
+
+def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any:
     """What the first block returns; where it cannot run without values (experts look at them), with weights of zero."""
     try:
         return stubbed.shapes_of_block(call)
     except (RuntimeError, NotImplementedError):
-        block = copy.deepcopy(blocks[0])
+        block = copy.deepcopy(first)
         block = block.to_empty(device="cpu") if any(own.is_meta for own in block.parameters()) else block.cpu()
         for own in block.parameters():
             nn.init.zeros_(own)
         return block(*call.args, **call.kwargs)
 
 
-def _hidden_argument(calls: list[Call], returned: list[Tensor]) -> int | str:
+def _hidden_argument(calls: Sequence[Call], returned: Sequence[Tensor]) -> int | str:
     """Where blocks take the hidden state: each must get the very tensor that the one before returned."""
     found: set[int | str] = set()
     for call, received in zip(calls[1:], returned, strict=False):
@@ -212,44 +232,113 @@ def _hidden_argument(calls: list[Call], returned: list[Tensor]) -> int | str:
     return slots[0]
 
 
-def _phases(stubbed: StubbedModel, count: int) -> tuple[set[str], set[str]]:
-    before = {name for name, called in stubbed.log.used if called == 0}
-    after = {name for name, called in stubbed.log.used if called == count}
-    between = {name for name, called in stubbed.log.used if 0 < called < count}
+def _phases(stubbed: StubbedModel, segments: Sequence[Segment]) -> list[set[str]]:
+    """The units that run before the first list, between lists, and after the last."""
+    places = [*(segment.first for segment in segments), segments[-1].last + 1]
+    phases = [{name for name, called in stubbed.log.used if called == place} for place in places]
+    between = {name for name, called in stubbed.log.used if called not in places}
     if between:
         raise _Unfit(f"{sorted(between)[0]} runs between its modules")
-    if before & after:
-        raise _Unfit(f"{sorted(before & after)[0]} runs both before and after its modules")
-    return before, after
+    for one, other in combinations(phases, 2):
+        if one & other:
+            raise _Unfit(f"{sorted(one & other)[0]} runs both before and after its modules")
+    return phases
 
 
 def _in_order(units: tuple[Unit, ...], names: set[str]) -> tuple[str, ...]:
     return tuple(unit.name for unit in units if unit.name in names)
 
 
-def _check_arguments(anatomy: Anatomy, stubbed: StubbedModel, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """What blocks get besides the hidden state must not depend on weights: each stage makes it for itself."""
-    stubbed.on_block = lambda call: anatomy.wrap(anatomy.hidden(call))
-    with torch.no_grad():
-        stubbed.run(inputs, dtype, training=False)
-    for call in stubbed.log.calls:
-        for place, own in (*enumerate(call.args), *call.kwargs.items()):
-            if place != anatomy.hidden_argument and has_nan(own):
+def _with_arguments(anatomy: Anatomy, trial: _Trial, lists: Sequence[_List]) -> tuple[Segment, ...]:
+    """What blocks get besides the hidden state must not depend on weights: each stage makes it for itself. But for one
+    tensor that was made before the first of them, which travels too."""
+    stubbed = StubbedModel(trial.model, anatomy.lists, anatomy.units)
+    extras = [_nans(own) for own in lists]
+
+    def passed(call: Call) -> Any:
+        place = anatomy.segments.index(anatomy.segment(call.block))
+        hidden = anatomy.hidden(call)
+        return hidden if extras[place] is None else (hidden, *extras[place])
+
+    stubbed.on_block = passed
+    trial.run(stubbed)
+    found = []
+    for segment, own in zip(anatomy.segments, extras, strict=True):
+        calls = [call for call in stubbed.log.calls if segment.first <= call.block <= segment.last]
+        found.append(replace(segment, handed=_handed(segment, calls, own)))
+    return tuple(found)
+
+
+def _nans(own: _List) -> Any:
+    """What a block returns after the hidden state, with NaNs for values that were computed with weights."""
+    if own.extra is None:
+        return None
+    return tuple(
+        torch.full(made.shape, torch.nan) if isinstance(made, Tensor) and made.is_floating_point() else extra
+        for made, extra in zip(own.made[1:], own.extra, strict=True)
+    )
+
+
+def _handed(segment: Segment, calls: Sequence[Call], extra: Any) -> tuple[int | str, ...]:
+    """Where blocks take the tensor that is handed to all of them."""
+    found: dict[int | str, Any] = {}
+    for call in calls:
+        for place, own in call.arguments.items():
+            if place == segment.hidden_argument or not has_nan(own):
+                continue
+            if any(own is other for other in extra or ()):
                 raise _Unfit(
-                    f"argument {place!r} of its modules is computed with weights, as in encoder-decoder models"
+                    f"argument {place!r} of its modules is what the one before returned besides the hidden state, and "
+                    "would have to travel too"
                 )
+            tensor = next(iter(found.values()), own)
+            if segment.first == 0 or not isinstance(own, Tensor) or own is not tensor:
+                raise _Unfit(f"argument {place!r} of its modules is computed with weights")
+            found[place] = own
+    for call in calls:
+        given = call.arguments
+        if any(given.get(place) is not own for place, own in found.items()):
+            raise _Unfit("not all of its modules take the tensor that was made before them, or not in the same place")
+    return tuple(found)
 
 
-def _check_after(anatomy: Anatomy, stubbed: StubbedModel, inputs: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _check_between(anatomy: Anatomy, trial: _Trial, place: int) -> None:
+    """What comes between two lists must use nothing of what came before but the hidden state."""
+    stubbed = StubbedModel(trial.model, anatomy.lists, anatomy.units)
+    stubbed.watched = frozenset(anatomy.around[place])
+    before, after = anatomy.segments[place - 1 : place + 1]
+    made: list[Tensor] = []
+
+    def enter(call: Call) -> Any:
+        if call.block == after.first:
+            made.extend(after.activations(call))
+            raise Stop
+        hidden = anatomy.hidden(call)
+        return anatomy.returned(call, torch.zeros_like(hidden) if call.block == before.last else hidden)
+
+    stubbed.on_block = enter
+    trial.run(stubbed)
+    if has_nan(made):
+        raise _Unfit(f"{after.blocks} use more of what precedes {before.blocks} than the hidden state")
+
+
+def _check_after(anatomy: Anatomy, trial: _Trial) -> None:
     """What comes after the blocks must use nothing of what came before but the hidden state."""
-    stubbed.watched = frozenset(anatomy.after)
-    stubbed.on_block = lambda call: anatomy.wrap(torch.zeros_like(anatomy.hidden(call)))
-    with torch.no_grad():
-        output = stubbed.run(inputs, dtype, training=False)
-    if has_nan(list(_tensors(output))):
+    stubbed = StubbedModel(trial.model, anatomy.lists, anatomy.units)
+    stubbed.watched = frozenset(anatomy.around[-1])
+    last = anatomy.segments[-1]
+
+    def zeros(call: Call) -> Any:
+        hidden = anatomy.hidden(call)
+        return anatomy.returned(call, torch.zeros_like(hidden) if call.block >= last.first else hidden)
+
+    stubbed.on_block = zeros
+    if has_nan(list(_tensors(trial.run(stubbed)))):
         raise _Unfit("what follows uses more of what precedes than the hidden state")
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    leaves = tree_flatten(dict(output) if hasattr(output, "keys") else output)[0]
-    return (own for own in leaves if isinstance(own, Tensor))
+    """Those in what a model returned, but for what it says of its encoder."""
+    if hasattr(output, "keys"):
+        output = {name: own for name, own in dict(output).items() if not str(name).startswith("encoder_")}
+    return (own for own in tree_flatten(output)[0] if isinstance(own, Tensor))

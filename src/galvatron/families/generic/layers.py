@@ -1,0 +1,198 @@
+"""The layers of a model of no known family: its blocks, and the parts of its own forward around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.adapters import next_tokens
+from galvatron.families.generic.segments import Anatomy, Segment
+from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
+from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer
+from galvatron.families.rules import Rule
+
+__all__ = ["Block", "Bridge", "Context", "Embedding", "Head", "LossFunction", "logits_of"]
+
+LossFunction = Callable[[Any, Batch], Tensor]
+"""From the model's output and the batch to the loss summed over the targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all layers share for some rows of the batch."""
+
+    batch: Batch
+    """With all that the model's forward takes, the decoder's inputs too."""
+    dtype: torch.dtype
+    calls: tuple[Call, ...]
+    """How each block is called; the activations in it are not meant."""
+
+
+class _Around(Layer):
+    """All before, between or after the lists of blocks."""
+
+    def __init__(self, kind: str, anatomy: Anatomy, model: nn.Module, place: int, rules: tuple[Rule, ...] = ()) -> None:
+        units = anatomy.around[place]
+        super().__init__(kind, anatomy.modules(units), rules)
+        self.names = _needed(anatomy)
+        # Not a module of this layer: torch must not see the whole model in it.
+        self.part = _Part(anatomy, model, units)
+        self._checkpoint_names = _checkpoint_names(anatomy, model)
+        self.train(model.training)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names
+
+    def detached(self) -> Layer:
+        return self  # its part of the stock forward calls these very modules, which no other layer has
+
+    def replace_module(self, path: str, module: nn.Module) -> None:
+        super().replace_module(path, module)
+        if path in self._stock_names:
+            self.part.set_module(self._stock_names[path], module)
+
+    def caller(self, path: str) -> nn.Module:
+        return self.get_submodule(path.partition(".")[0])  # a unit may read its children's weights itself (MobileBERT)
+
+    def drawing_modules(self) -> Iterator[nn.Module]:
+        return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
+
+    def stock_name(self, name: str) -> str:
+        attribute, _, _ = name.partition(".")
+        held = isinstance(getattr(self, attribute), Held)
+        found = self._stock_names[attribute] if held else super().stock_name(name)
+        return self._checkpoint_names.get(found, found)
+
+
+class Embedding(_Around):
+    """All before the first block."""
+
+    def __init__(self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...]) -> None:
+        super().__init__("embedding", anatomy, model, 0, rules)
+        self.segment = anatomy.segments[0]
+
+    def forward(self, activations: Activations, context: Context) -> Activations:
+        return self.part.until(self.segment, None, context, training=self.training)
+
+
+class Bridge(_Around):
+    """All between two lists of blocks: ends the encoder and begins the decoder."""
+
+    def __init__(self, anatomy: Anatomy, model: nn.Module, place: int) -> None:
+        super().__init__("bridge", anatomy, model, place)
+        self.segment = anatomy.segments[place]
+
+    def forward(self, activations: Activations, context: Context) -> Activations:
+        return self.part.until(self.segment, activations[0], context, training=self.training)
+
+
+class Block(Layer):
+    """A block of a list."""
+
+    block: nn.Module
+
+    def __init__(self, anatomy: Anatomy, index: int, block: nn.Module, kind: str, rules: tuple[Rule, ...]) -> None:
+        super().__init__(kind, {"block": (anatomy.name(index), block)}, rules)
+        self.names, self.index, self.segment = _needed(anatomy), index, anatomy.segment(index)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names
+
+    def forward(self, activations: Activations, context: Context) -> Activations:
+        call = self.segment.called_with(context.calls[self.index], activations)
+        made = self.block(*call.args, **call.kwargs)
+        return (made if isinstance(made, Tensor) else made[0], *activations[1:])
+
+
+class Head(_Around):
+    """All after the last block, and the loss."""
+
+    def __init__(
+        self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...], shifted: bool, loss: LossFunction | None
+    ) -> None:
+        super().__init__("head", anatomy, model, len(anatomy.segments), rules)
+        self.shifted, self.custom = shifted, loss
+        self.loss = CrossEntropy()
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return self.names | {"labels"}
+
+    def forward(self, activations: Activations, context: Context) -> Activations:
+        output = self.part.after(activations[0], context, training=self.training)
+        if self.custom is not None:
+            return (self.custom(output, context.batch),)
+        labels = context.batch["labels"]
+        return (self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels),)
+
+
+class _Part:
+    """The stock forward up to a list of blocks or from the last on, with the real modules of that part."""
+
+    def __init__(self, anatomy: Anatomy, model: nn.Module, real: tuple[str, ...]) -> None:
+        self._anatomy = anatomy
+        self._stubbed = StubbedModel(model, anatomy.lists, anatomy.units, real)
+
+    def modules(self) -> Iterator[nn.Module]:
+        model: nn.Module = self._stubbed.model
+        return model.modules()
+
+    def set_module(self, name: str, module: nn.Module) -> None:
+        """Put another module in the place of the stock one of this name."""
+        self._stubbed.model.set_submodule(name, module)
+
+    def until(self, segment: Segment, hidden: Tensor | None, context: Context, *, training: bool) -> Activations:
+        """What enters the first block of a list; ``hidden``: what the block before it returned, if there is one."""
+        found: list[Activations] = []
+
+        def capture(call: Call) -> Any:
+            if call.block == segment.first:
+                found.append(segment.activations(call))
+                raise Stop
+            if hidden is not None and call.block == segment.first - 1:
+                return self._anatomy.returned(call, hidden)
+            return self._anatomy.passed(call)
+
+        self._stubbed.on_block = capture
+        self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        return found[0]
+
+    def after(self, hidden: Tensor, context: Context, *, training: bool) -> Any:
+        last = self._anatomy.segments[-1]
+        self._stubbed.on_block = lambda call: self._anatomy.returned(
+            call, hidden if call.block >= last.first else self._anatomy.hidden(call)
+        )
+        return self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+
+
+def _needed(anatomy: Anatomy) -> frozenset[str]:
+    """What a layer reads of the batch; the inputs of a decoder are made from labels."""
+    return anatomy.inputs | {"labels"} if len(anatomy.segments) > 1 else anatomy.inputs
+
+
+def _checkpoint_names(anatomy: Anatomy, model: nn.Module) -> dict[str, str]:
+    """What checkpoints call parameters whose first name is that of a module in no layer: the embedding, say, that
+    encoder and decoder share, of which each has a copy."""
+    first: dict[nn.Parameter, str] = {}
+    names = {name: first.setdefault(own, name) for name, own in model.named_parameters(remove_duplicate=False)}
+    nameless = tuple(f"{unit}." for unit in anatomy.nameless)
+    return {name: own for name, own in names.items() if f"{own}.".startswith(nameless)}
+
+
+def logits_of(output: Any) -> Tensor:
+    """The scores in what a model returns."""
+    if isinstance(output, Tensor):
+        return output
+    found = output["logits"] if isinstance(output, Mapping) and "logits" in output else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise InvalidInput(
+            f"the model returns a {type(output).__name__} without logits; give a loss function of your own"
+        )
+    return found
