@@ -106,7 +106,6 @@ def _preload() -> None:
     import galvatron.runtime.parallelize  # noqa: F401
     import intake_run  # noqa: F401
 
-    torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 

@@ -43,7 +43,7 @@ from intake_table import COLUMNS, EQUAL, FAILED, REFUSED, WRONG
 __all__ = ["Outcome", "examine"]
 
 _RANKS, _ROWS, _STEPS = 2, 8, 3
-_RATE, _EPSILON = 1e-3, 1e-5
+_RATE, _EPSILON = 1e-3, 1e-4
 """A gradient that is all rounding (of a key's bias) must not become a step of Adam."""
 _LOSS_TOLERANCE, _PARAMETER_TOLERANCE = 1e-4, 1e-4
 _GRADIENT_TOLERANCE, _NOISE = 2e-3, 1e-5

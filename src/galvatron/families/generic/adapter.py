@@ -23,7 +23,7 @@ from galvatron.families.generic.examples import random_batch, shortened, takes_t
 from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
-from galvatron.families.generic.own_loss import refuse_balance_loss, shifts_labels
+from galvatron.families.generic.own_loss import refuse_balance_loss, refuse_capacity, shifts_labels
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
@@ -46,6 +46,7 @@ class Generic(LayeredModel):
     def __init__(self, model: Any, batch: Batch | None = None, loss: LossFunction | None = None) -> None:
         super().__init__(model)
         refuse_balance_loss(model)
+        refuse_capacity(model)
         self._sample = batch
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
         if type(model).__module__.startswith("transformers."):

@@ -17,7 +17,7 @@ from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import StubbedModel
 from galvatron.families.layer import IGNORED, Batch, CrossEntropy
 
-__all__ = ["refuse_balance_loss", "shifts_labels"]
+__all__ = ["refuse_balance_loss", "refuse_capacity", "shifts_labels"]
 
 _TOLERANCE = 1e-4
 
@@ -59,6 +59,17 @@ def shifts_labels(model: nn.Module, anatomy: Anatomy, batch: Batch) -> bool:
         f"{name}: its own loss of a trial batch is {own:.4f}, but the cross-entropy of its logits is "
         f"{readings or 'not defined for such labels'}; give a loss function of your own"
     )
+
+
+def refuse_capacity(model: nn.Module) -> None:
+    """Experts that take only so many tokens of a batch: which ones they leave out depends on how it is divided."""
+    config: Any = getattr(model, "config", None)
+    capacity = getattr(config, "expert_capacity", None)
+    if isinstance(capacity, int) and not isinstance(capacity, bool):
+        raise InvalidInput(
+            f"{type(model).__name__}: expert_capacity of its configuration is {capacity}, so its experts leave out tokens "
+            "by counting those of a whole batch; divided into micro-batches or over ranks it would be another model"
+        )
 
 
 def refuse_balance_loss(model: nn.Module) -> None:

@@ -94,6 +94,11 @@ class Anatomy:
         return {name.replace(".", "_"): (name, found[name]) for name in names}
 
     @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the units that such batches use."""
+        return tuple(name for names in self.around for name in names if name not in self.idle)
+
+    @property
     def nameless(self) -> tuple[str, ...]:
         """Units that no layer has: they are only another name of weights that others use."""
         held = {name for names in self.around for name in names}

@@ -30,29 +30,34 @@ class _Unfit(Exception):
 
 def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
     """The longest list of modules that runs as a chain; of a model with an encoder and a decoder, two lists."""
-    _refuse_batch_norm(model)
     taken = frozenset(inspect.signature(model.forward).parameters) - {"labels"}
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
     trial = _Trial(model, {key: own for key, own in batch.items() if key in taken}, dtype, taken)
     reasons = []
     for names in _choices(model):
         try:
-            return _examine(trial, names)
+            anatomy = _examine(trial, names)
         except _Unfit as reason:
             reasons.append(f"{' and '.join(names)} ({reason})")
         except Exception as error:  # of whatever kind: it comes from the stock model's own forward
             said = str(error).strip().partition(chr(10))[0]
             reasons.append(f"{' and '.join(names)} (the trial run failed with {type(error).__name__}: {said})")
+        else:
+            _refuse_batch_norm(model, anatomy)
+            return anatomy
+    _refuse_batch_norm(model)
     kind = type(model).__name__
     if not reasons:
         raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
     raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
 
 
-def _refuse_batch_norm(model: nn.Module) -> None:
-    """Its statistics are those of the rows that come together: a micro-batch's on one rank, not the batch's."""
+def _refuse_batch_norm(model: nn.Module, anatomy: Anatomy | None = None) -> None:
+    """Its statistics are those of the rows that come together: a micro-batch's on one rank, not the batch's. What the
+    batch does not use may have one."""
+    used = ("",) if anatomy is None else (*anatomy.running, *anatomy.lists)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and f"{name}.".startswith(tuple(used)):
             raise InvalidInput(
                 f"{type(model).__name__}: {name} is a {type(module).__name__}, whose statistics would be those of one "
                 "rank's part of a micro-batch instead of the batch's; such a model cannot be divided and stay the same"
