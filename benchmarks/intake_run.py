@@ -264,12 +264,20 @@ class _Case:
         outcome = _on_ranks(lambda: self._under(made[0], check=False))
         if outcome.outcome != WRONG:
             return outcome
-        # Whether a user would be told before it trains.
-        return _on_ranks(lambda: self._under(made[0], check=True))
+        # Whether a user would be told before it trains, and if not, whether it is more than rounding.
+        outcome = _on_ranks(lambda: self._under(made[0], check=True))
+        return self._in_fp64(made[0], outcome) if outcome.outcome == WRONG else outcome
 
-    def _under(self, plan: Plan, *, check: bool) -> Outcome:
+    def _in_fp64(self, plan: Plan, outcome: Outcome) -> Outcome:
+        wide = replace(self, model=copy.deepcopy(self.model).double())
+        if _tried(wide.train_alone).outcome != EQUAL:
+            return outcome
+        again = _on_ranks(lambda: wide._under(plan, check=False, dtype=torch.float64))
+        return Outcome(EQUAL, f"in fp64; in fp32 {outcome.reason}") if again.outcome == EQUAL else outcome
+
+    def _under(self, plan: Plan, *, check: bool, dtype: torch.dtype | None = None) -> Outcome:
         """On a rank: three steps. Rank 0 says what differs."""
-        parallel = galvatron.parallelize(self.model, plan, check=check, device="cpu")
+        parallel = galvatron.parallelize(self.model, plan, check=check, device="cpu", dtype=dtype)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=_RATE, eps=_EPSILON)
         losses = []
         off: str | None = None

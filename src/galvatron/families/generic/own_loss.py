@@ -67,8 +67,8 @@ def refuse_capacity(model: nn.Module) -> None:
     capacity = getattr(config, "expert_capacity", None)
     if isinstance(capacity, int) and not isinstance(capacity, bool):
         raise InvalidInput(
-            f"{type(model).__name__}: expert_capacity of its configuration is {capacity}, so its experts leave out tokens "
-            "by counting those of a whole batch; divided into micro-batches or over ranks it would be another model"
+            f"{type(model).__name__}: expert_capacity of its configuration is {capacity}, so its experts leave out "
+            "tokens by counting those of a whole batch; divided over ranks it would be another model"
         )
 
 
