@@ -437,3 +437,19 @@ def test_who_reads_a_weight() -> None:
     path = next(use.name for use in tie.uses if layered.layers[use.layer] is head).rpartition(".")[0]
     assert head.caller(path) is layered.model.get_submodule("cls.predictions")
     assert head.caller(path) is not head.get_submodule(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "reason"),
+    [
+        ("opt", "OPTForCausalLM", {"layerdrop": 0.1}, "layerdrop of its configuration is 0.1, so it leaves out blocks"),
+        ("mistral", "MistralForCausalLM", {"expert_capacity": 4}, "expert_capacity of its configuration is 4"),
+    ],
+)
+def test_what_depends_on_how_a_batch_is_divided_is_refused(
+    kind: str, name: str, options: dict[str, Any], reason: str
+) -> None:
+    """Blocks left out at random, and experts with room for so many tokens of a batch."""
+    config = AutoConfig.for_model(kind, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **options)
+    with pytest.raises(InvalidInput, match=reason):
+        Generic(_make(name, config))

@@ -23,7 +23,7 @@ from galvatron.families.generic.examples import random_batch, shortened, takes_t
 from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
-from galvatron.families.generic.own_loss import refuse_balance_loss, refuse_capacity, shifts_labels
+from galvatron.families.generic.own_loss import refuse_balance_loss, refuse_capacity, refuse_layer_drop, shifts_labels
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
@@ -47,6 +47,7 @@ class Generic(LayeredModel):
         super().__init__(model)
         refuse_balance_loss(model)
         refuse_capacity(model)
+        refuse_layer_drop(model)
         self._sample = batch
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
         if type(model).__module__.startswith("transformers."):

@@ -17,7 +17,7 @@ from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import StubbedModel
 from galvatron.families.layer import IGNORED, Batch, CrossEntropy
 
-__all__ = ["refuse_balance_loss", "refuse_capacity", "shifts_labels"]
+__all__ = ["refuse_balance_loss", "refuse_capacity", "refuse_layer_drop", "shifts_labels"]
 
 _TOLERANCE = 1e-4
 
@@ -70,6 +70,17 @@ def refuse_capacity(model: nn.Module) -> None:
             f"{type(model).__name__}: expert_capacity of its configuration is {capacity}, so its experts leave out "
             "tokens by counting those of a whole batch; divided over ranks it would be another model"
         )
+
+
+def refuse_layer_drop(model: nn.Module) -> None:
+    """Blocks that are left out at random: stages do not know of each other's choice, so here none ever is."""
+    config: Any = getattr(model, "config", None)
+    for name, value in vars(config).items() if config is not None else ():
+        if "layerdrop" in name and isinstance(value, float) and value > 0:
+            raise InvalidInput(
+                f"{type(model).__name__}: {name} of its configuration is {value}, so it leaves out blocks at random, "
+                "which is not done here; set it to 0, or train without dropout (--no-dropout)"
+            )
 
 
 def refuse_balance_loss(model: nn.Module) -> None:
