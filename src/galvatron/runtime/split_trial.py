@@ -23,6 +23,7 @@ from galvatron.families.layer import Activations, Batch
 from galvatron.families.shallow import shallow_config
 from galvatron.families.tiny import tiny_config
 from galvatron.families.weights import ModelWeights
+from galvatron.runtime.data_parallel.making import set_everywhere
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit
 from galvatron.runtime.randomness import restored
 from galvatron.runtime.tensor_parallel import operators
@@ -118,7 +119,7 @@ class _Rank:
             )
             for name, parameter in list(layer.named_parameters()):
                 shard = ParameterShard(tuple(own[name].shape), _splits(done, name))
-                _set(layer, parameter, nn.Parameter(shard.take(own[name]).clone()))
+                set_everywhere(layer, parameter, nn.Parameter(shard.take(own[name]).clone()))
             self._done.append(done)
             self._shapes.append({name: tuple(value.shape) for name, value in own.items()})
 
@@ -164,10 +165,3 @@ class _Rank:
 
 def _splits(done: SplitParameters, name: str) -> tuple[TensorSplit, ...]:
     return (done.splits[name],) if name in done.splits else ()
-
-
-def _set(layer: Any, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter under each of its names."""
-    for module in layer.modules():
-        for name in [key for key, value in module._parameters.items() if value is old]:
-            setattr(module, name, new)
