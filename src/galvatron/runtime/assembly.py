@@ -17,6 +17,7 @@ from galvatron.core.spec import Kind, Strategy
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
+from galvatron.runtime.compiled import compiler
 from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
@@ -116,6 +117,8 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
+        if self.settings.compile:
+            compiler().compile(layer)
         return stage_layer
 
     # Who computes what

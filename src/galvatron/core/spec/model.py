@@ -72,11 +72,15 @@ class Training:
     """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
     optimizer: str = ADAMW.name
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
+    compile: bool = False
+    """Whether the computation of each block is compiled."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. The default optimizer is left out, as it was before there were others: digests and
-        files of those plans stay the same."""
+        """As plan files have it. What came later and is not used is left out: digests and files of those plans stay the
+        same."""
         facts = asdict(self)
+        if not self.compile:
+            del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
         return facts
