@@ -24,6 +24,7 @@ from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
+from galvatron.runtime.fused_loss import fuse
 from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, coordinate, layer_groups, tie_group
 from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
 from galvatron.runtime.pipeline.stage import Stage, StageLayer
@@ -109,6 +110,8 @@ class _Assembler:
         tensor = self._tensor_group(strategy, randomness)
         stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
         splits, partial = self._split(layer, strategy, tensor, shared)
+        if strategy.fused_loss:
+            fuse(layer, tensor, compiled=self.settings.compile)
         part = _Part(
             index=index, layer=layer, strategy=strategy, stage_layer=stage_layer, tensor=tensor, splits=splits,
             partial=partial, used_later=self._used_later(index), values=values,

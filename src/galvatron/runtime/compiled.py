@@ -44,6 +44,10 @@ class Compiler:
         if isinstance(block, nn.Module):
             block.compile(backend=self._graph)
 
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, compiled when it is first run."""
+        return torch.compile(function, backend=self._graph)
+
     def _graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Inductor, or the graph as it is where that fails."""
         from torch._functorch import config as functorch

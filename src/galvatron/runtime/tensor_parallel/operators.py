@@ -23,6 +23,7 @@ __all__ = [
     "copy_to_region",
     "gather_features",
     "gather_sequence",
+    "gather_to_region",
     "gathered",
     "reduce_from_region",
     "slice_features",
@@ -173,6 +174,8 @@ slice_features = Operator("slice_features", _own_features, _all_features, (-1, -
 """This rank's features of what is whole on each; backward gathers."""
 sum_sequence = Operator("sum_sequence", _summed_part, gathered, (1, -1))
 """g with sequence parallelism: partial results are summed, each rank keeps its part of the tokens."""
+gather_to_region = Operator("gather_to_region", gathered, _summed_part, (1, 1))
+"""f with sequence parallelism: all tokens, into the split part; gradients are summed, each rank keeps its tokens'."""
 gather_sequence = Operator("gather_sequence", gathered, sliced, (1, 1))
 """Out of sequence parallelism: all tokens. Every rank then computes the same, so backward just slices."""
 slice_sequence = Operator("slice_sequence", sliced, gathered, (1, -1))
