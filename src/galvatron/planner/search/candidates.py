@@ -22,7 +22,7 @@ from galvatron.planner.search.experts import ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["CandidateTables", "Candidates", "Columns", "Prices"]
+__all__ = ["CandidateTables", "Candidates", "Columns", "Lean", "Prices"]
 
 Number = TypeVar("Number", np.int64, np.float64)
 _FEW = 3
@@ -51,6 +51,24 @@ class CandidateTables:
     """(…, T, S) of strategies whose experts, if there are any, follow the rest of the layer."""
     own: tuple[Tables, Tables] | None
     """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lean:
+    """Of one kind of layer, the candidates that may need least memory, (N,) each."""
+
+    strategy: Places
+    """Without axes of its own for experts."""
+    state_bytes: Integers
+    activation_bytes: Integers
+    transient_bytes: Integers
+
+    def at(self, places: Places) -> Lean:
+        return Lean(*(getattr(self, each.name)[places] for each in fields(Lean)))
+
+    def beside(self, other: Lean) -> Lean:
+        """Both together."""
+        return Lean(*(np.append(getattr(self, each.name), getattr(other, each.name)) for each in fields(Lean)))
 
 
 class Candidates:
@@ -128,6 +146,35 @@ class Candidates:
         strategy = np.append(places, self._numbers[own[useful]])
         return Columns(_table_by_table(side_by_side), strategy, np.append(follows, choice[useful]))
 
+    def lean(self, tables: CandidateTables, in_flight: Sequence[int], groups: Integers) -> list[Lean]:
+        """Of one combination, by kind of layer: what no other of the same group beats in memory, with its transient and
+        without. ``groups``: (T, S) of the strategies."""
+        held = (min(in_flight), max(in_flight))
+        plain = _first(tables.plain)
+        every = [_usable(plain, kind) for kind in range(len(plain.time_ns))]
+        if tables.own is not None and self._experts is not None:
+            rest, added = map(_first, tables.own)
+            for row, kind in enumerate(self._experts.costs.rows.tolist()):
+                own = self._lean_pairs(self._experts, (_usable(rest, row), _usable(added, row)), held)
+                both = zip(
+                    *([getattr(part, each.name) for each in fields(Lean)] for part in (every[kind], own)), strict=True
+                )
+                every[kind] = Lean(*map(np.concatenate, both))
+        return [_leanest(each, groups[kind, each.strategy], held) for kind, each in enumerate(every)]
+
+    def _lean_pairs(self, experts: ExpertChoices, parts: tuple[Lean, Lean], held: tuple[int, int]) -> Lean:
+        """Strategies with a choice for their experts; of a class, each with what others of the class do not beat."""
+        classes = (experts.class_of, experts.class_of_choice)
+        rest, added = (_leanest(part, of[part.strategy], held) for part, of in zip(parts, classes, strict=True))
+        own, choice = experts.pairs(rest.strategy, added.strategy)
+        first, second = np.searchsorted(rest.strategy, own), np.searchsorted(added.strategy, choice)
+        return Lean(
+            self._numbers[own],
+            rest.state_bytes[first] + added.state_bytes[second],
+            rest.activation_bytes[first] + added.activation_bytes[second],
+            rest.transient_bytes[first] + added.transient_bytes[second],
+        )
+
     def _pairs(
         self, experts: ExpertChoices, rest: Tables, added: Tables, held: tuple[int, int]
     ) -> tuple[Places, Places]:
@@ -138,6 +185,19 @@ class Candidates:
         choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
         kept = undominated(experts.class_of_choice[choices], _compared(added, held)[:, choices])
         return experts.pairs(possible, choices[kept])
+
+
+def _usable(tables: Tables, row: int) -> Lean:
+    """What a kind of layer can take at all, by its place."""
+    places = np.nonzero(tables.time_ns[row] < NEVER)[0]
+    sizes = (tables.state_bytes, tables.activation_bytes, tables.transient_bytes)
+    return Lean(places, *(np.broadcast_to(size, tables.time_ns.shape)[row, places] for size in sizes))
+
+
+def _leanest(lean: Lean, groups: Places, held: tuple[int, int]) -> Lean:
+    """Without what another of its group beats. What holds for the fewest and the most in flight holds for all."""
+    memory = [lean.state_bytes + count * lean.activation_bytes for count in dict.fromkeys(held)]
+    return lean.at(undominated(groups, np.stack([lean.transient_bytes, *memory])))
 
 
 def _first(tables: Tables) -> Tables:

@@ -16,12 +16,12 @@ import numpy as np
 from galvatron.core.spec import Schedule, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Pace
 from galvatron.planner.search.bounds import Floats
-from galvatron.planner.search.candidates import Candidates
+from galvatron.planner.search.candidates import Candidates, Prices
 from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import Space, divisors
 
-__all__ = ["Optimum", "Problem", "Proof", "least_budget", "search"]
+__all__ = ["Optimum", "Problem", "Proof", "Search", "search"]
 
 _CHUNK = 1_000_000
 """Table entries priced at once when combinations are bounded."""
@@ -78,34 +78,27 @@ def search(problem: Problem) -> Optimum | None:
 
     Of plans that tie exactly the first met is kept; nothing in the search is random, so it is always the same one.
     """
-    return _Search(problem).run()
+    return Search(problem).run()
 
 
-def least_budget(problem: Problem) -> int | None:
-    """The smallest budget in which some plan fits; None: nothing can be divided that way, whatever the budget.
+class Search:
+    """One search, and what its combinations are."""
 
-    Time plays no part, so this needs no search over strategies: each layer takes what needs least.
-    """
-    runs = _Search(problem)
-    pairs = ((b, d, m) for d in runs.candidates for b in problem.batches for m in runs.micro_batch_counts(b, d))
-    peaks = (runs.combination(batch, degree, count).least_peak() for batch, degree, count in pairs)
-    least = min(peaks, default=NEVER)
-    return None if least >= NEVER else int(least)
-
-
-class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         model, cluster = problem.cost.model, problem.cost.cluster
         index = {kind.name: i for i, kind in enumerate(model.kinds)}
         self.layers = Layers(np.array([index[layer.name] for layer in model.layers]), len(model.kinds))
-        self.candidates: dict[int, Candidates] = {
-            degree: Candidates.of(problem.cost, problem.space, degree)
-            for degree in problem.space.pipeline_degrees(cluster.devices)
-            if degree <= len(model.layers)
-        }
-
+        self.degrees = tuple(d for d in problem.space.pipeline_degrees(cluster.devices) if d <= len(model.layers))
+        """Of the pipeline."""
+        self._candidates: dict[int, Candidates] = {}
         self._balanced: dict[tuple[float, ...], tuple[int, ...]] = {}
+
+    def candidates_of(self, degree: int) -> Candidates:
+        """What layers may take in the stages of a pipeline degree."""
+        if degree not in self._candidates:
+            self._candidates[degree] = Candidates.of(self.problem.cost, self.problem.space, degree)
+        return self._candidates[degree]
 
     def _positions(self, degree: int, batch: int) -> tuple[int, ...] | None:
         """Cut positions by one of the paper's guidelines, or None where cuts are searched.
@@ -116,7 +109,7 @@ class _Search:
         rule = self.problem.cuts
         if rule is CutRule.EXACT:
             return None
-        cost, costs = self.problem.cost, self.candidates[degree].costs
+        cost, costs = self.problem.cost, self.candidates_of(degree).costs
         kinds = cost.model.kinds
         if rule is CutRule.LAYERS:
             weights = np.ones(len(kinds))
@@ -171,7 +164,7 @@ class _Search:
     def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
         return Combination(
             self.layers,
-            self.candidates[degree],
+            self.candidates_of(degree),
             Candidate(degree, batch, micro_batches),
             schedule=self.problem.schedule,
             budget=self.problem.budget,
@@ -205,27 +198,47 @@ class _Search:
 
     def _first_bounds(self) -> Iterator[tuple[Candidate, float]]:
         """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
-        for degree, candidates in self.candidates.items():
-            pairs = self._undominated(degree)
-            size = max(1, _CHUNK // (candidates.size * len(self.layers.total)))
-            for start in range(0, len(pairs), size):
-                chunk = pairs[start : start + size]
-                bounds = self._bounds_of(degree, candidates, chunk)
+        for degree in self.degrees:
+            for chunk in self._chunks(degree, self._undominated(degree)):
+                bounds = self._bounds_of(degree, chunk)
                 for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
                     if np.isfinite(bound):
                         yield Candidate(degree, batch, micro_batches), bound
 
-    def _bounds_of(self, degree: int, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> Floats:
+    def _chunks(self, degree: int, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+        size = max(1, _CHUNK // (self.candidates_of(degree).size * len(self.layers.total)))
+        for start in range(0, len(pairs), size):
+            yield pairs[start : start + size]
+
+    def memory_bounds(self, degree: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
+        """Lower bounds on the memory of the fullest stage, of pairs (batch, micro-batches); NEVER: nothing is allowed.
+
+        The fullest stage needs at least the mean, and at least what the largest single layer needs.
+        """
+        bounds: list[int] = []
+        for chunk in self._chunks(degree, pairs):
+            prices = self._prices(degree, chunk)
+            memory, transient = prices.memory, prices.transient
+            together = memory @ self.layers.total + transient.max(axis=1) + (degree - 1) * transient.min(axis=1)
+            needed = np.maximum(-(-together // degree), (memory + transient).max(axis=1))
+            bounds += np.minimum(needed, NEVER).tolist()
+        return bounds
+
+    def _prices(self, degree: int, pairs: Sequence[tuple[int, int]]) -> Prices:
+        """With as few micro-batches in flight as the last stage holds: no other holds fewer."""
+        batches = np.array([b for b, _ in pairs])
+        micro_batches = np.array([m for _, m in pairs])
+        held = np.array([self.problem.schedule.in_flight(degree - 1, degree, m) for _, m in pairs])
+        candidates = self.candidates_of(degree)
+        return candidates.prices(candidates.tables(batches // micro_batches, micro_batches), held)
+
+    def _bounds_of(self, degree: int, pairs: Sequence[tuple[int, int]]) -> Floats:
         """Bounds of many combinations of one pipeline degree at once.
 
         All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
         time of the slowest single layer.
         """
-        batches = np.array([b for b, _ in pairs])
-        micro_batches = np.array([m for _, m in pairs])
-        in_flight = self.problem.schedule.in_flight
-        held = np.array([in_flight(degree - 1, degree, m) for _, m in pairs])  # no stage holds fewer than the last
-        prices = candidates.prices(candidates.tables(batches // micro_batches, micro_batches), held)
+        prices = self._prices(degree, pairs)
         transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
