@@ -143,6 +143,12 @@ class ExpertCosts:
             transient_bytes=rounded_up(self._transient_bytes(flying)),
         )
 
+    def least_state_bytes(self) -> Integers:
+        """(K,) no choice needs less for the states of the experts, whatever batch and micro-batches are."""
+        early = self._states - np.where(self._sharded, GRADIENT_BYTES * self._shard, 0.0)
+        least: Integers = np.floor(np.where(self._allowed, early, NEVER).min(axis=1)).astype(np.int64)
+        return least
+
     def parts(self) -> Floats:
         """(parts, S) all that the prices grow with whatever batch and micro-batches are; infinite where not allowed.
 

@@ -18,7 +18,7 @@ from galvatron.core.spec import Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
-from galvatron.planner.search.experts import ExpertChoices
+from galvatron.planner.search.experts import Classes, ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
@@ -51,6 +51,8 @@ class CandidateTables:
     """(…, T, S) of strategies whose experts, if there are any, follow the rest of the layer."""
     own: tuple[Tables, Tables] | None
     """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
+    classes: Classes | None = None
+    """Then: which go together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,12 @@ class Candidates:
     @property
     def size(self) -> int:
         """How many prices a kind of layer has in a combination."""
-        own = 0 if self._experts is None else len(self._experts.strategies) + len(self._experts.axes_of)
-        return len(self.costs.strategies) + own
+        return self.least_size + (0 if self._experts is None else len(self._experts.axes_of))
+
+    @property
+    def least_size(self) -> int:
+        """Those of :meth:`least_tables`."""
+        return len(self.costs.strategies) + (0 if self._experts is None else len(self._experts.strategies))
 
     def strategy(self, columns: Columns, index: int) -> Strategy:
         """The strategy of a column."""
@@ -113,15 +119,24 @@ class Candidates:
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
         """Of combinations whose micro-batches have so many samples."""
         plain = self.costs.tables(micro_batch, micro_batches)
-        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches) if self._experts else None)
+        if self._experts is None:
+            return CandidateTables(plain, None)
+        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches), self._experts.classes)
+
+    def least_tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
+        """The same where no choice for experts is dearer than it can be at best: few columns, for bounds."""
+        plain = self.costs.tables(micro_batch, micro_batches)
+        if self._experts is None:
+            return CandidateTables(plain, None)
+        return CandidateTables(plain, self._experts.least_tables(micro_batch, micro_batches), self._experts.one_class)
 
     def prices(self, tables: CandidateTables, held: Integers) -> Prices:
         """Of combinations of which a stage holds so many micro-batches in flight."""
         plain = _Part.of(tables.plain, held)
-        if tables.own is None or self._experts is None:
+        if tables.own is None:
             return Prices(plain)
         rest, added = tables.own
-        return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
+        return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), tables.classes)
 
     def columns(self, tables: CandidateTables, in_flight: Sequence[int]) -> Columns:
         """Of one combination, those that may be part of an optimum; its stages hold so many micro-batches in flight."""
@@ -134,7 +149,7 @@ class Candidates:
         held = (min(in_flight), max(in_flight))
         own, choice = self._pairs(self._experts, rest, added, held)
         pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
-        useful = undominated(self._alike[own], _compared(pairs, held))
+        useful = undominated(self._alike[own], _compared(pairs, held), 10)
         useful = useful[(pairs.time_ns[:, useful] < NEVER).any(axis=0)]
         rows = self._experts.costs.rows
 
@@ -247,27 +262,25 @@ class _Part:
 class Prices:
     """Least prices of each kind of layer in many combinations, (…, T) each, whatever it takes."""
 
-    def __init__(
-        self, plain: _Part, own: tuple[_Part, _Part] | None = None, experts: ExpertChoices | None = None
-    ) -> None:
-        self._plain, self._own, self._experts = plain, own, experts
+    def __init__(self, plain: _Part, own: tuple[_Part, _Part] | None = None, classes: Classes | None = None) -> None:
+        self._plain, self._own, self._classes = plain, own, classes
         self.time: Integers = self._least(lambda part: part.time)
         self.memory: Integers = self._least(lambda part: part.memory)
         self.transient: Integers = self._least(lambda part: part.transient)
         plain.memory[...] -= self.memory[..., None]
-        if own is not None and experts is not None:
-            own[0].memory[...] -= self.memory[..., experts.costs.rows, None]
+        if own is not None and classes is not None:
+            own[0].memory[...] -= self.memory[..., classes.rows, None]
 
     def multipliers(self, place: int) -> Floats:
         """At which the least time + λ·memory of the combination at this place changes."""
         plain = self._plain
         known = hull_multipliers(plain.time[place], plain.memory[place])
-        if self._own is None or self._experts is None:
+        if self._own is None or self._classes is None:
             return known
         rest, added = ((part.time[place], part.memory[place]) for part in self._own)
-        points = [(plain.time[place][self._experts.costs.rows], plain.memory[place][self._experts.costs.rows])]
+        points = [(plain.time[place][self._classes.rows], plain.memory[place][self._classes.rows])]
         for lam in known[:: -(-len(known) // _FEW)]:
-            best = _first_least(added[0] + lam * added[1], self._experts)[:, self._experts.class_of]
+            best = _first_least(added[0] + lam * added[1], self._classes)[:, self._classes.class_of]
             together = (one + np.take_along_axis(other, best, axis=1) for one, other in zip(rest, added, strict=True))
             points.append(tuple(together))
         time, memory = (np.hstack(each) for each in zip(*points, strict=True))
@@ -285,17 +298,17 @@ class Prices:
     def _least(self, price: Callable[[_Part], NDArray[Number]]) -> NDArray[Number]:
         """The least of a price that adds up: the experts' choice adds its own to what the rest of the layer costs."""
         least: NDArray[Number] = price(self._plain).min(axis=-1)
-        if self._own is not None and self._experts is not None:
+        if self._own is not None and self._classes is not None:
             rest, added = self._own
-            of_class = np.minimum.reduceat(price(added), self._experts.first, axis=-1)
-            together = (price(rest) + of_class[..., self._experts.class_of]).min(axis=-1)
-            rows = self._experts.costs.rows
+            of_class = np.minimum.reduceat(price(added), self._classes.first, axis=-1)
+            together = (price(rest) + of_class[..., self._classes.class_of]).min(axis=-1)
+            rows = self._classes.rows
             least[..., rows] = np.minimum(least[..., rows], together)
         return least
 
 
-def _first_least(priced: Floats, experts: ExpertChoices) -> Places:
+def _first_least(priced: Floats, classes: Classes) -> Places:
     """(K, classes) the cheapest choice of each class."""
-    least = np.minimum.reduceat(priced, experts.first, axis=-1)
-    among = np.where(priced == least[:, experts.class_of_choice], np.arange(priced.shape[1]), priced.shape[1])
-    return np.minimum.reduceat(among, experts.first, axis=-1)
+    least = np.minimum.reduceat(priced, classes.first, axis=-1)
+    among = np.where(priced == least[:, classes.class_of_choice], np.arange(priced.shape[1]), priced.shape[1])
+    return np.minimum.reduceat(among, classes.first, axis=-1)

@@ -165,15 +165,22 @@ class Combination:
 
     # ------------------------------------------------------------------ bounds
 
-    def bound(self) -> float:
-        """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound."""
+    def bound(self, *, few_counts: bool = False) -> float:
+        """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound.
+
+        ``few_counts``: quicker, with only two different numbers of micro-batches in flight.
+        """
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
             slowest = max(stages)
             return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
         # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
-        matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
+        counts = [1 << (count.bit_length() - 1) for count in self.in_flight]
+        if few_counts:
+            most = max(min(counts), max(counts) // 2)
+            counts = [most if count >= most else min(counts) for count in counts]
+        matrices = [self._matrix(count) for count in counts]
         bound = cuts_bound(matrices, self.pace)
         return min(bound, self._wider_bound())
 

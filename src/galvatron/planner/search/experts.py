@@ -8,7 +8,7 @@ strategies that agree in these are a *class*, with the same *choices* for their 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,12 +19,26 @@ from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["ExpertChoices"]
+__all__ = ["Classes", "ExpertChoices"]
 
 Axes = tuple[Axis, ...]
 Class = tuple[Factors, bool, bool]
 """TP, sequence parallelism and recompute of a strategy."""
 _NONE: Factors = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which strategies and choices go together."""
+
+    rows: Places
+    """(K,) the kinds of layer that have experts."""
+    class_of: Places
+    """(R,) of each strategy."""
+    first: Places
+    """Where the choices of each class begin."""
+    class_of_choice: Places
+    """(C,)"""
 
 
 class ExpertChoices:
@@ -73,11 +87,33 @@ class ExpertChoices:
         """(C,)"""
         return np.repeat(np.arange(len(self.first)), np.diff(self.first, append=len(self.axes_of)))
 
+    @property
+    def classes(self) -> Classes:
+        return Classes(self.costs.rows, self.class_of, self.first, self.class_of_choice)
+
+    @property
+    def one_class(self) -> Classes:
+        """All strategies with one and the same choice."""
+        none = np.zeros(1, dtype=np.intp)
+        return Classes(self.costs.rows, np.zeros_like(self.class_of), none, none)
+
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> tuple[Tables, Tables]:
         """Of the kinds that have experts: what layers cost without them, (…, K, R), and what choices add, (…, K, C)."""
+        return self._rest_tables(micro_batch, micro_batches), self.costs.tables(micro_batch, micro_batches)
+
+    def least_tables(self, micro_batch: Integers, micro_batches: Integers) -> tuple[Tables, Tables]:
+        """The same for a single choice, (…, K, 1), that is no dearer than any: experts take no time, and the states of
+        the choice that needs least for them."""
+        rest = self._rest_tables(micro_batch, micro_batches)
+        nothing = np.zeros((*micro_batch.shape, len(self.costs.rows), 1), dtype=np.int64)
+        least = nothing + self.costs.least_state_bytes()[:, None]
+        return rest, Tables(
+            time_ns=nothing, state_bytes=least, activation_bytes=nothing.copy(), transient_bytes=nothing.copy()
+        )
+
+    def _rest_tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         rest = self._rest.rest_tables(micro_batch, micro_batches)
-        held = {each.name: getattr(rest, each.name)[..., self._rows, :] for each in fields(Tables)}
-        return Tables(**held), self.costs.tables(micro_batch, micro_batches)
+        return Tables(**{each.name: getattr(rest, each.name)[..., self._rows, :] for each in fields(Tables)})
 
     def pairs(self, strategies: Places, choices: Places) -> tuple[Places, Places]:
         """Each of these strategies with each of these choices that its class has."""
