@@ -1,6 +1,6 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
-from galvatron.core.spec.cluster import RINGS, Cluster, Collective, Device, Level, Link, MeasuredGroup
+from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.core.spec.model import Attention, Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
@@ -28,7 +28,6 @@ __all__ = [
     "LAYER_SWITCHES",
     "ONE_F_ONE_B",
     "OPTIMIZERS",
-    "RINGS",
     "SCHEDULES",
     "SGD",
     "SWITCHES",

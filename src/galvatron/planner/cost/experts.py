@@ -113,21 +113,18 @@ class ExpertCosts:
         """What tokens take on their way to the experts and back: in forward, in backward, and in forward again where
         the layer is recomputed.
 
-        The busiest rank receives more than its share of the copies, by the imbalance. Under sequence parallelism a rank
-        holds its part of the sequence already: nothing is made whole afterwards, but ranks of T' need each other's part
-        before.
+        The busiest rank receives more than its share of the copies, by the imbalance. Each forward begins with an
+        all-to-all of how many will come. Ranks of T' sum tokens, not copies: the router's weights are applied before.
+        Under sequence parallelism a rank holds its part of the sequence already, and nothing is made whole afterwards.
         """
-        groups, columns = self._groups, self._layers.experts
+        groups, columns, again = self._groups, self._layers.experts, self._arrays.recompute
         tokens = samples * self._layers.boundary_bytes
         copies = samples / self._slices.size * columns.dispatch_bytes * columns.imbalance
-        whole_s = np.where(
-            self._arrays.sequence_parallel,
-            all_gather_s(tokens / self._slices.size, groups.tp),
-            all_gather_s(tokens, self._slices),
-        )
-        once_s = 2 * all_to_all_s(copies, groups.ep) + all_reduce_s(copies, groups.tp) + whole_s
-        seconds: Floats = (2 + self._arrays.recompute) * once_s
-        return seconds
+        whole_s = np.where(self._arrays.sequence_parallel, 0.0, all_gather_s(tokens, self._slices))
+        summed_s = all_reduce_s(tokens / self._slices.size, groups.tp)
+        counts_s = all_to_all_s(np.zeros(1), groups.ep)
+        seconds: Floats = (2 + again) * (2 * all_to_all_s(copies, groups.ep) + summed_s + whole_s)
+        return seconds + (1 + again) * counts_s
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         """Integer tables of what the experts add, (…, K, S)."""
