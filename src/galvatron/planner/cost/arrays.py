@@ -18,12 +18,14 @@ from galvatron.planner.cost.communication import Floats, GroupLinks
 
 __all__ = [
     "Bools",
+    "Dispatch",
     "ExpertColumns",
     "ExpertGroups",
     "Integers",
     "LayerArrays",
     "Places",
     "StrategyArrays",
+    "dispatch_times",
     "expert_groups",
     "layer_arrays",
     "strategy_arrays",
@@ -153,7 +155,12 @@ def layer_arrays(
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
     variants = [
-        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_factors))
+        (
+            strategy.degree(Kind.TP),
+            strategy.sequence_parallel,
+            bool(strategy.sharding_factors),
+            bool(strategy.experts),
+        )
         for strategy in strategies
     ]
     measured = {
@@ -253,14 +260,19 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
     return found
 
 
+_Variant = tuple[int, bool, bool, bool]
+"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own."""
+
+
 def _measured(
-    kind: LayerSpec, variant: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+    kind: LayerSpec, variant: _Variant, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
 ) -> tuple[float, ...]:
     """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
-    Where the profile knows a smaller degree only, what one sample takes is divided further.
+    Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
+    own make a layer as fast as at the best degree of EP that was measured; others add to it (:class:`Dispatch`).
     """
-    tp, sequence_parallel, sharded = variant
+    tp, sequence_parallel, sharded, own = variant
     overhead_s = cluster.device.layer_overhead_s
     time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
     memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
@@ -268,6 +280,13 @@ def _measured(
         forward_s, ratio = time.forward_s, time.backward_ratio
     else:
         forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
+    apart = profile.expert_times(kind.name) if profile and own else {}
+    whole = profile.time_of(kind.name) if profile else None
+    if apart and whole:
+        backward_s = min(each.forward_s * each.backward_ratio for each in apart.values())
+        scale = min(each.forward_s for each in apart.values()) / whole.forward_s
+        ratio *= backward_s / (whole.forward_s * whole.backward_ratio) / scale
+        forward_s *= scale
     if kind.tensor_parallel is not None:
         forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
@@ -284,6 +303,36 @@ def _measured(
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What a layer takes longer at some degree of EP than at the best one that was measured: sorting copies, and
+    products of fewer experts with more tokens each. (K, S) seconds."""
+
+    forward_s: Floats
+    """Of one sample."""
+    backward_s: Floats
+    forward_fixed_s: Floats
+    """However few the samples: than without EP."""
+    backward_fixed_s: Floats
+
+
+def dispatch_times(kinds: Sequence[LayerSpec], degrees: Sequence[int], profile: ModelProfile | None) -> Dispatch:
+    """At these degrees, each as at the largest that was measured and is not above it; nothing without a profile."""
+    table = np.zeros((4, len(kinds), len(degrees)))
+    for row, kind in enumerate(kinds):
+        known = profile.expert_times(kind.name) if profile else {}
+        whole = profile.time_of(kind.name) if profile else None
+        if not known or whole is None:
+            continue
+        seconds = {ep: (time.forward_s, time.forward_s * time.backward_ratio) for ep, time in known.items()}
+        fixed = {ep: (time.forward_fixed_s or 0.0, time.backward_fixed_s or 0.0) for ep, time in known.items()}
+        least = (*np.min(list(seconds.values()), axis=0), whole.forward_fixed_s or 0.0, whole.backward_fixed_s or 0.0)
+        for column, degree in enumerate(degrees):
+            nearest = max((ep for ep in seconds if ep <= degree), default=min(seconds))
+            table[:, row, column] = np.maximum(np.subtract((*seconds[nearest], *fixed[nearest]), least), 0.0)
+    return Dispatch(*table)
 
 
 def _work_left(kind: LayerSpec, tp: int) -> float:

@@ -11,13 +11,13 @@ All of it depends on the strategy of the layer only through its TP, sequence par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from galvatron.core.spec import GRADIENT_BYTES, Axis, Cluster, Factors, Kind, Precision, Strategy
 from galvatron.planner.cost import computation, memory
-from galvatron.planner.cost.arrays import Places, expert_groups, layer_arrays, strategy_arrays
+from galvatron.planner.cost.arrays import Places, dispatch_times, expert_groups, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
     Floats,
     GroupLinks,
@@ -59,7 +59,8 @@ class ExpertCosts:
         kinds = cost.model.kinds
         self.rows: Places = np.array([row for row, kind in enumerate(kinds) if kind.experts], dtype=np.intp)
         """The kinds that have experts."""
-        layers = layer_arrays(cost.model, cost.cluster, cost.profile, pairs.strategies)
+        owning = [each if each.experts else replace(each, experts=pairs.axes[0]) for each in pairs.strategies]
+        layers = layer_arrays(cost.model, cost.cluster, cost.profile, owning)
         self._layers = layers.at(self.rows, pairs.strategy_of)
         self._arrays = strategy_arrays(pairs.strategies, cost.cluster).at(pairs.strategy_of)
         self._groups = expert_groups(pairs.axes, cost.cluster).at(pairs.axes_of)
@@ -74,6 +75,8 @@ class ExpertCosts:
         self._shard = self._held / self._groups.sdp.size
         self._sharded = self._groups.sdp.size > 1
         precision, groups = cost.model.training.precision, self._groups
+        degrees = groups.ep.size.astype(int).tolist()
+        self._dispatch = dispatch_times([kinds[row] for row in self.rows], degrees, cost.profile)
         self._exchange_fixed_s = self._exchange_s(np.zeros(1))
         self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
         self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
@@ -124,7 +127,9 @@ class ExpertCosts:
         summed_s = all_reduce_s(tokens / self._slices.size, groups.tp)
         counts_s = all_to_all_s(np.zeros(1), groups.ep)
         seconds: Floats = (2 + again) * (2 * all_to_all_s(copies, groups.ep) + summed_s + whole_s)
-        return seconds + (1 + again) * counts_s
+        here, part = self._dispatch, samples / self._slices.size
+        forward_s = counts_s + part * here.forward_s + here.forward_fixed_s
+        return seconds + (1 + again) * forward_s + part * here.backward_s + here.backward_fixed_s
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         """Integer tables of what the experts add, (…, K, S)."""
