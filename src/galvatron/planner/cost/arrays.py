@@ -13,19 +13,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import LAYER_SWITCHES, Axis, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import (
+    GRADIENT_BYTES,
+    LAYER_SWITCHES,
+    Axis,
+    Cluster,
+    FusedLoss,
+    Kind,
+    LayerSpec,
+    ModelProfile,
+    ModelSpec,
+    Strategy,
+)
 from galvatron.planner.cost.communication import Floats, GroupLinks
 
 __all__ = [
     "Bools",
-    "Dispatch",
     "ExpertColumns",
     "ExpertGroups",
     "Integers",
     "LayerArrays",
+    "LossColumns",
     "Places",
     "StrategyArrays",
-    "dispatch_times",
     "expert_groups",
     "layer_arrays",
     "strategy_arrays",
@@ -54,6 +64,19 @@ class ExpertColumns:
     rest_forward_s: Floats
     """(T, S) … and the part outside them."""
     rest_backward_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossColumns:
+    """What each kind of layer has whose loss can be fused; zero for others."""
+
+    logits: Floats
+    saved_bytes: Floats
+    parameters: Floats
+    gradient_bytes: Floats
+    """Of the projection's weight, as it is kept."""
+    chunk_s: Floats
+    """Reading and writing the sum of that gradient once, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +113,7 @@ class LayerArrays:
     tp_backward_collectives: Floats
     tp_message_bytes: Floats
     experts: ExpertColumns
+    fused: LossColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
@@ -98,15 +122,16 @@ class LayerArrays:
         """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
 
         def taken(table: Any) -> Any:
+            if isinstance(table, ExpertColumns | LossColumns):
+                return type(table)(**{each.name: taken(getattr(table, each.name)) for each in fields(table)})
             return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
 
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "experts"}
-        experts = {each.name: taken(getattr(self.experts, each.name)) for each in fields(self.experts)}
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
         places = np.full(len(self.before) + 1, -1)
         places[rows] = np.arange(len(rows))
         moved = {name: places[held.pop(name)[rows]] for name in ("before", "after")}
         kept = {name: taken(each) for name, each in held.items()}
-        return LayerArrays(**kept, **moved, experts=ExpertColumns(**experts))
+        return LayerArrays(**kept, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +159,7 @@ class StrategyArrays:
     own: Bools
     """Whether the experts have axes of their own."""
     recompute: Bools
+    fused_loss: Bools
     sequence_parallel: Bools
     zero2: Bools
 
@@ -206,6 +232,7 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
+        fused=_loss_columns(model, cluster),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -248,6 +275,18 @@ def _expert_columns(
     )
 
 
+def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
+    facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
+    parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
+    return LossColumns(
+        logits=np.array([[own.logits] for own in facts], dtype=np.float64),
+        saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
+        parameters=parameters,
+        gradient_bytes=parameters * model.training.precision.bytes,
+        chunk_s=2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
+    )
+
+
 def _neighbours(model: ModelSpec, step: int) -> Integers:
     """Kinds beside each kind. The model's first and last layer have neighbours of their own; others are held to be
     among their like, as most layers of a model are."""
@@ -270,7 +309,7 @@ def _measured(
     """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
     Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
-    own make a layer as fast as at the best degree of EP that was measured; others add to it (:class:`Dispatch`).
+    own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
     """
     tp, sequence_parallel, sharded, own = variant
     overhead_s = cluster.device.layer_overhead_s
@@ -303,36 +342,6 @@ def _measured(
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """What a layer takes longer at some degree of EP than at the best one that was measured: sorting copies, and
-    products of fewer experts with more tokens each. (K, S) seconds."""
-
-    forward_s: Floats
-    """Of one sample."""
-    backward_s: Floats
-    forward_fixed_s: Floats
-    """However few the samples: than without EP."""
-    backward_fixed_s: Floats
-
-
-def dispatch_times(kinds: Sequence[LayerSpec], degrees: Sequence[int], profile: ModelProfile | None) -> Dispatch:
-    """At these degrees, each as at the largest that was measured and is not above it; nothing without a profile."""
-    table = np.zeros((4, len(kinds), len(degrees)))
-    for row, kind in enumerate(kinds):
-        known = profile.expert_times(kind.name) if profile else {}
-        whole = profile.time_of(kind.name) if profile else None
-        if not known or whole is None:
-            continue
-        seconds = {ep: (time.forward_s, time.forward_s * time.backward_ratio) for ep, time in known.items()}
-        fixed = {ep: (time.forward_fixed_s or 0.0, time.backward_fixed_s or 0.0) for ep, time in known.items()}
-        least = (*np.min(list(seconds.values()), axis=0), whole.forward_fixed_s or 0.0, whole.backward_fixed_s or 0.0)
-        for column, degree in enumerate(degrees):
-            nearest = max((ep for ep in seconds if ep <= degree), default=min(seconds))
-            table[:, row, column] = np.maximum(np.subtract((*seconds[nearest], *fixed[nearest]), least), 0.0)
-    return Dispatch(*table)
 
 
 def _work_left(kind: LayerSpec, tp: int) -> float:

@@ -15,9 +15,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from galvatron.core.spec import GRADIENT_BYTES, Axis, Cluster, Factors, Kind, Precision, Strategy
+from galvatron.core.spec import (
+    GRADIENT_BYTES,
+    Axis,
+    Cluster,
+    Factors,
+    Kind,
+    LayerSpec,
+    ModelProfile,
+    Precision,
+    Strategy,
+)
 from galvatron.planner.cost import computation, memory
-from galvatron.planner.cost.arrays import Places, dispatch_times, expert_groups, layer_arrays, strategy_arrays
+from galvatron.planner.cost.arrays import Places, expert_groups, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
     Floats,
     GroupLinks,
@@ -76,7 +86,7 @@ class ExpertCosts:
         self._sharded = self._groups.sdp.size > 1
         precision, groups = cost.model.training.precision, self._groups
         degrees = groups.ep.size.astype(int).tolist()
-        self._dispatch = dispatch_times([kinds[row] for row in self.rows], degrees, cost.profile)
+        self._dispatch = _dispatch_times([kinds[row] for row in self.rows], degrees, cost.profile)
         self._exchange_fixed_s = self._exchange_s(np.zeros(1))
         self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
         self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
@@ -237,3 +247,33 @@ def _token_slices(pairs: ExpertPairs, cluster: Cluster) -> GroupLinks:
             known[key] = key[0] - key[1]
         slices.append(known[key])
     return GroupLinks.of(slices, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """What a layer takes longer at some degree of EP than at the best one that was measured: sorting copies, and
+    products of fewer experts with more tokens each. (K, S) seconds."""
+
+    forward_s: Floats
+    """Of one sample."""
+    backward_s: Floats
+    forward_fixed_s: Floats
+    """However few the samples: than without EP."""
+    backward_fixed_s: Floats
+
+
+def _dispatch_times(kinds: Sequence[LayerSpec], degrees: Sequence[int], profile: ModelProfile | None) -> _Dispatch:
+    """At these degrees, each as at the largest that was measured and is not above it; nothing without a profile."""
+    table = np.zeros((4, len(kinds), len(degrees)))
+    for row, kind in enumerate(kinds):
+        known = profile.expert_times(kind.name) if profile else {}
+        whole = profile.time_of(kind.name) if profile else None
+        if not known or whole is None:
+            continue
+        seconds = {ep: (time.forward_s, time.forward_s * time.backward_ratio) for ep, time in known.items()}
+        fixed = {ep: (time.forward_fixed_s or 0.0, time.backward_fixed_s or 0.0) for ep, time in known.items()}
+        least = (*np.min(list(seconds.values()), axis=0), whole.forward_fixed_s or 0.0, whole.backward_fixed_s or 0.0)
+        for column, degree in enumerate(degrees):
+            nearest = max((ep for ep in seconds if ep <= degree), default=min(seconds))
+            table[:, row, column] = np.maximum(np.subtract((*seconds[nearest], *fixed[nearest]), least), 0.0)
+    return _Dispatch(*table)
