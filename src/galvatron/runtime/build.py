@@ -11,7 +11,7 @@ from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
 from galvatron.planner.plan.plan import Plan
-from galvatron.runtime.assembly import Assembly, RankStage, assemble
+from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
@@ -55,7 +55,8 @@ class _Builder:
             for stage in self.stages
         ]
         self.pool = GroupPool(
-            needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule), settings.device
+            needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule, sums_rows=sums_rows(layered)),
+            settings.device,
         )
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
@@ -88,7 +89,6 @@ class _Builder:
             actions=self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches),
             empty_inputs=self._empty_inputs,
             device=self.settings.device,
-            dtype=self.settings.dtype,
             expect_backward=expect_backward,
         )
         last = self.stages[-1].strategies[-1]
@@ -114,9 +114,12 @@ class _Builder:
         rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
         parts = layout.parts // self.stage.strategies[0].data_degree
         shapes = self.layered.carried(self.stage.first, batch.shapes)
+        dtypes = [self.settings.dtype] * len(shapes)
+        wide = self.layered.wide_activations
+        dtypes[len(shapes) - wide :] = [torch.promote_types(self.settings.dtype, torch.float32)] * wide
         return tuple(
-            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=self.settings.dtype, device=self.settings.device)
-            for shape in shapes
+            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=dtype, device=self.settings.device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
     # Between stages

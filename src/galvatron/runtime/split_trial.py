@@ -132,7 +132,8 @@ class _Rank:
             activations = tuple(self._changed(own, before, divided) for own in activations)
             activations, before = layer(activations, context), divided
         count = max(self._layered.targets(batch), 1)
-        mean = activations[0] / count
+        loss, *terms = activations
+        mean = sum(terms, start=loss / count)
         torch.autograd.backward(mean)
         return _Share(float(mean.detach()), self._gradients())
 

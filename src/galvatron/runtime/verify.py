@@ -24,6 +24,7 @@ from torch.nn import functional
 from galvatron.core.errors import Unequal
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import LossFunction, logits_of
+from galvatron.families.generic.balance import asks_for_scores, collect_scores
 from galvatron.families.layer import IGNORED, Batch
 from galvatron.families.registry import layered_model
 from galvatron.families.weights import ModelWeights
@@ -87,7 +88,11 @@ def difference(
         answers, problem = None, None
         if dist.get_rank() == 0:
             try:
-                answers = [one_process(trial.model, batch, trial.loss, device) for batch in trial.batches.values()]
+                count = trial.plan.micro_batches
+                answers = [
+                    one_process(trial.model, batch, trial.loss, device, micro_batches=count)
+                    for batch in trial.batches.values()
+                ]
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 problem = str(error).partition("\n")[0] or type(error).__name__
         problem = collectives.all_gather_object(problem, device)[0]
@@ -108,11 +113,17 @@ class Answer:
     """By every name that the model knows a parameter under."""
 
 
-def one_process(stock: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device) -> Answer:
-    """What the stock model itself says."""
+def one_process(
+    stock: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device, *, micro_batches: int = 1
+) -> Answer:
+    """What the stock model itself says. Of the whole batch at once; but where its loss has a term for the balance of
+    experts, which depends on what comes together, of each micro-batch."""
     model = copy.deepcopy(stock).to(device)
     own = {name: tensor.to(device) for name, tensor in batch.items()}
-    value = own_loss(model, own, loss)
+    if loss is None and asks_for_scores(model):
+        value = _with_balance(model, own, micro_batches)
+    else:
+        value = own_loss(model, own, loss)
     torch.autograd.backward(value)
     mean = float(value.detach())
     if not math.isfinite(mean):
@@ -136,6 +147,23 @@ def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tenso
             return found
     logits = logits_of(model(**inputs))
     return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:
+    """The loss of the whole batch without the term for the balance of experts, and the mean of what the term adds to
+    that of each micro-batch."""
+    collect_scores(model, flag=False)
+    value = own_loss(model, batch, None)
+    parts = [own.chunk(micro_batches) for own in batch.values()]
+    for part in zip(*parts, strict=True):
+        given = dict(zip(batch, part, strict=True))
+        given["labels"] = given["labels"].clamp(min=0)  # all count: a mean over none would be no number
+        losses = []
+        for flag in (True, False):
+            collect_scores(model, flag=flag)
+            losses.append(own_loss(model, given, None))
+        value = value + (losses[0] - losses[1]) / micro_batches
+    return value
 
 
 def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -> str | None:

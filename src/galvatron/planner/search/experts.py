@@ -64,7 +64,7 @@ class ExpertChoices:
         usable = [
             each
             for each in strategies
-            if any(cost.model.allows(kind, each) for kind in kinds) and {_NONE, each.factors(Kind.TP)} & tensors
+            if any(cost.model.allows(kind, each) for kind in kinds) and _tensors(_class(each)[:2]) & tensors
         ]
         return cls(cost, usable, [axes for axes, _ in possible], degree) if usable else None
 
@@ -93,13 +93,20 @@ def _class(strategy: Strategy) -> Class:
     return strategy.factors(Kind.TP), strategy.sequence_parallel, strategy.recompute
 
 
+def _tensors(key: tuple[Factors, bool]) -> frozenset[Factors]:
+    """The TP that experts may have beside the TP of a class: the same or none. With sequence parallelism none, because
+    its ranks have different tokens."""
+    tensor, sequence = key
+    return frozenset({_NONE} if sequence else {_NONE, tensor})
+
+
 def _worth_pricing(
     cost: CostModel, strategies: Sequence[Strategy], axes: Sequence[Axes], pipeline_degree: int
 ) -> dict[tuple[Factors, bool], Places]:
     """By TP and sequence parallelism the axes that no others beat, whatever batch and micro-batches will be."""
     tensors = [Strategy(experts=each).expert_factors(Kind.TP) for each in axes]
     classes = {_class(strategy)[:2]: strategy for strategy in strategies}
-    fitting = [[n for n, own in enumerate(tensors) if own in (_NONE, tensor)] for tensor, _ in classes]
+    fitting = [[n for n, own in enumerate(tensors) if own in _tensors(key)] for key in classes]
     sizes = [len(each) for each in fitting]
     axes_of = np.array([number for each in fitting for number in each], dtype=np.intp)
     of_class = np.repeat(np.arange(len(sizes)), sizes)
