@@ -101,6 +101,11 @@ class Layer(nn.Module, ABC):
         for name, parameter in self.named_parameters():
             yield name, self.stock_name(name), parameter
 
+    def stock_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the stock model, buffer), as the layer uses them."""
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            yield self.stock_name(name), buffer
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -134,6 +139,10 @@ class LayeredModel(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
+
+    def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
+        return iter(())
 
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:

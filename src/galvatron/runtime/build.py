@@ -13,6 +13,7 @@ from galvatron.families.weights import Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
     GroupPool,
@@ -99,6 +100,7 @@ class _Builder:
             exchanges=tuple(exchanges),
             loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
             shapes=self.shapes,
+            buffers=Buffers(self.layered, assembly.stage.layers),
         )
         return ParallelModel(self.plan, parts, self.settings)
 

@@ -17,7 +17,7 @@ from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.registry import layered_model
-from galvatron.families.saved import SavedWeights
+from galvatron.families.saved import SavedWeights, load_buffers
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
@@ -70,6 +70,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_schedule(plan)
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
     stock = _stock(model, plan)
+    if isinstance(options.get("weights"), str | Path):
+        load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
     source = _weights(layered, model, options.get("weights"), seed)

@@ -9,7 +9,7 @@ parallelism are what the stock model's own plans say (see ``tensor_plan``, ``exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -142,6 +142,10 @@ class Generic(LayeredModel):
         )
         shared = embedding is not None and head is not None and embedding.weight is head.weight
         return (before, after) if not shared or bool(before) == bool(after) else ((), ())
+
+    def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        own: nn.Module = self._stubbed.model
+        return own.named_buffers(remove_duplicate=False)
 
     def context(self, batch: Batch, dtype: torch.dtype) -> Context:
         batch = self._decoder_inputs.complete(batch)

@@ -64,6 +64,9 @@ class _Around(Layer):
     def drawing_modules(self) -> Iterator[nn.Module]:
         return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
 
+    def stock_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.part.buffers()  # its modules are in there, and others that no layer has
+
     def stock_name(self, name: str) -> str:
         attribute, _, _ = name.partition(".")
         held = isinstance(getattr(self, attribute), Held)
@@ -159,6 +162,11 @@ class _Part:
     def modules(self) -> Iterator[nn.Module]:
         model: nn.Module = self._stubbed.model
         return model.modules()
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """By their stock names."""
+        model: nn.Module = self._stubbed.model
+        return model.named_buffers(remove_duplicate=False)
 
     def set_module(self, name: str, module: nn.Module) -> None:
         """Put another module in the place of the stock one of this name."""
