@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from longer import longer
 
 import intake_run
 from galvatron.core.errors import InvalidInput
@@ -59,7 +60,9 @@ def test_dense_blocks_before_experts_are_kept() -> None:
     [
         ("HYV4ForCausalLM", "argument 'prev_topk_indices' .* would have to travel too"),
         ("IBertForMaskedLM", r"forward changes ibert\.embeddings\.embeddings_act1\.x_min, by statistics of a batch"),
-        longer("Qwen3OmniMoeThinkerForConditionalGeneration", "its own loss of a trial batch fails .*vision_start_token_id"),
+        longer(
+            "Qwen3OmniMoeThinkerForConditionalGeneration", "its own loss of a trial batch fails .*vision_start_token_id"
+        ),
     ],
 )
 def test_models_that_fail_when_they_run_are_refused_before(name: str, reason: str) -> None:
