@@ -77,7 +77,7 @@ def _alone(folder: Path) -> tuple[list[float], Any]:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (["dp2", "dp2/ep2", "sdp2/ep2", "dp2"], ["dp2", "dp2", "dp2/ep2", "sdp2"]),
+        longer(["dp2", "dp2/ep2", "sdp2/ep2", "dp2"], ["dp2", "dp2", "dp2/ep2", "sdp2"]),
         longer(["dp4", "dp4/ep4", "sdp4/sdp2-ep2", "dp4"], ["dp2", "dp2/ep2", "sdp2/ep2", "dp2"]),
     ],
 )
