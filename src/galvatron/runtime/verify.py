@@ -35,12 +35,25 @@ from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.trial import NotChecked, Trial, trial_of
 
-__all__ = ["Answer", "difference", "judged", "one_process", "own_loss", "verify"]
+__all__ = ["FP32", "FP64", "Answer", "Tolerance", "difference", "judged", "one_process", "own_loss", "verify"]
 
 _LOG = logging.getLogger(__name__)
-_LOSS_TOLERANCE = 1e-4
-_GRADIENT_TOLERANCE, _NOISE = 2e-3, 1e-5
-"""Of the largest element of a gradient, and of the largest of all gradients: rounding in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two computations of the same may be apart by rounding."""
+
+    loss: float
+    """Of its value."""
+    gradient: float
+    """Of the largest element of a gradient."""
+    noise: float
+    """Of the largest element of all gradients."""
+
+
+FP32, FP64 = Tolerance(1e-4, 2e-3, 1e-5), Tolerance(1e-5, 5e-5, 1e-6)
+"""Stock models compute some things (norms, routers, the loss) in fp32 in any case."""
 _SHOWN = 3
 
 
@@ -190,7 +203,9 @@ def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -
     return collectives.all_gather_object(found, device)[0]  # type: ignore[no-any-return]
 
 
-def judged(answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]]) -> str | None:
+def judged(
+    answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]], tolerance: Tolerance = FP32
+) -> str | None:
     """What is wrong with the loss and the gradients under the plan; takes all of them."""
     largest = max((float(own.abs().max()) for own in answer.gradients.values() if own.numel()), default=0.0)
     off: list[tuple[float, str]] = []
@@ -200,10 +215,10 @@ def judged(answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]])
         theirs = answer.gradients.get(name, torch.zeros(ours.shape))
         gap = float((ours.cpu() - theirs).abs().max()) if theirs.numel() else 0.0
         height = float(theirs.abs().max()) if theirs.numel() else 0.0
-        if not gap <= _GRADIENT_TOLERANCE * height + _NOISE * largest:
+        if not gap <= tolerance.gradient * height + tolerance.noise * largest:
             share = gap / height if height else math.inf
             off.append((share if math.isfinite(share) else math.inf, f"{name} by {gap:.2g} of at most {height:.2g}"))
-    if not off and abs(loss - answer.loss) <= _LOSS_TOLERANCE * abs(answer.loss):
+    if not off and abs(loss - answer.loss) <= tolerance.loss * abs(answer.loss):
         return None
     worst = [text for _, text in sorted(off, key=lambda each: -each[0])[:_SHOWN]]
     gradients_off = f"gradients of {len(off)} of {count} parameters differ, most {', '.join(worst)}" if off else ""
