@@ -60,6 +60,9 @@ class Layer(nn.Module, ABC):
         self.over_rows: Callable[[Tensor], Tensor] = _alone
         """The sum of a tensor without gradient over the ranks that have the other rows of the micro-batch. The runtime
         sets it, for the last layer alone."""
+        self.projection: str | None = None
+        """Of a head: the module whose outputs, the logits, go into ``loss`` and nowhere else, so that the two can be
+        fused; None: they cannot."""
         self._stock_names = {attribute: name for attribute, (name, _) in modules.items()}
         for attribute, (_, module) in modules.items():
             self.add_module(attribute, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -22,14 +23,18 @@ from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
+from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
+from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
 
 __all__ = ["ParallelizeOptions", "parallelize"]
+
+_LOG = logging.getLogger(__name__)
 
 Model = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
 
@@ -76,6 +81,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_model(plan, layered)
     source = _weights(layered, model, options.get("weights"), seed)
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
+    if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
+        _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
     check_sources(source, settings.device)
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:
@@ -87,11 +94,13 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
 
 def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
+    place = own_device() if device is None else torch.device(device)
     return ComputeSettings(
-        device=own_device() if device is None else torch.device(device),
+        device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
+        compile=compiles(plan.model.training.compile, place),
     )
 
 

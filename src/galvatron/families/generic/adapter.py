@@ -25,6 +25,7 @@ from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
 from galvatron.families.generic.own_loss import find_balance, refuse_capacity, refuse_layer_drop, shifts_labels
+from galvatron.families.generic.projection import fusible_projection
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
@@ -63,6 +64,7 @@ class Generic(LayeredModel):
         if self.balance is not None:
             self.wide_activations = 1
             record_scores(model, self.anatomy.lists[0])
+        self._fusible = fusible_projection(model, self.anatomy, self._decoder_inputs.complete(trial))
         self._stubbed = StubbedModel(model, self.anatomy.lists, self.anatomy.units)
         kinds = self._kinds()
         self.tensor_rules = find_rules(model, self.anatomy, kinds, self.context(trial, torch.float32).calls)
@@ -100,6 +102,8 @@ class Generic(LayeredModel):
                 layers.append(own)
         head = Head(anatomy, model, last, self._shifted, loss)
         head.balance = self.balance
+        if loss is None and self._fusible is not None:
+            head.fuse(self._fusible)
         return (*layers, head)
 
     def tensor_parallel(
