@@ -60,7 +60,7 @@ def _columns(architecture: Architecture, folder: Path) -> dict[str, Outcome]:
     model, batch, plan = found["model"], found["batch"], found["plan"]
     outcome = _tried(lambda: found.update(loss=_apart(lambda: _alone(model, batch, folder / "stock"))))
     if outcome.outcome != EQUAL:
-        said = f"the stock model itself does not compute a loss or save its weights: {outcome.reason}"
+        said = f"the stock model itself does not save its weights, load them and compute a loss: {outcome.reason}"
         return dict.fromkeys(WEIGHT_COLUMNS, Outcome(REFUSED, said))
     loaded = _on_ranks(lambda: _loaded(plan, folder, batch, found["loss"]))
     if not (folder / "out" / "config.json").exists():
@@ -71,15 +71,16 @@ def _columns(architecture: Architecture, folder: Path) -> dict[str, Outcome]:
 
 
 def _alone(model: nn.Module, batch: Batch, folder: Path) -> float:
-    """The stock model's own loss; it saves itself."""
+    """The stock model saves itself; the loss of what its class loads from there."""
     with torch.no_grad():
         persistent = persistent_buffers(model)
         for name, own in persistent.items():
             if "bias" in name and own.is_floating_point():
                 own.add_(torch.rand(own.shape, generator=torch.Generator().manual_seed(0)))  # zeros would hide a loss
     model.save_pretrained(folder)  # type: ignore[operator]
+    kind: Any = type(model)
     with torch.no_grad():
-        return float(own_loss(model.eval(), batch, None))
+        return float(own_loss(kind.from_pretrained(folder).eval(), batch, None))
 
 
 def _loaded(plan: Plan, folder: Path, batch: Batch, expected: float) -> Outcome:
