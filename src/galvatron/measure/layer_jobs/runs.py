@@ -21,7 +21,7 @@ from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.peers import Peers
-from galvatron.runtime.assembly import Assembly, RankStage, assemble
+from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
@@ -110,7 +110,8 @@ class Bench:
             stage = self._stage(variant)
             rows = variant.ranks // variant.tp
             assignments = RowAssignments([stage.strategies[0].batch_factors], rows)
-            pool = GroupPool(needed_groups([stage], rows, self._layered.ties, GPIPE), self._settings.device)
+            needed = needed_groups([stage], rows, self._layered.ties, GPIPE, sums_rows=sums_rows(self._layered))
+            pool = GroupPool(needed, self._settings.device)
             mine = RankStage(plan=stage, stages=[stage], assignments=assignments, rank=0)
             # What is around the blocks of an unknown family is changed where it is: it needs a model of its own.
             around = isinstance(self._layered.layers[variant.index], Embedding | Bridge | Head)
@@ -177,7 +178,7 @@ class _Run:
         for unit in self._assembly.units:
             unit.expect_backward(last=False)
         if self._last:
-            torch.autograd.backward(outputs[0] / self._targets)
+            torch.autograd.backward(outputs[0] / self._targets)  # its other term, if it has one, costs nothing
         else:
             flowing = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(flowing, [_gradient(output) for output in flowing])

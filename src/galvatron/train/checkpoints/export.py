@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,20 @@ from galvatron.train.checkpoints.together import together
 __all__ = ["export", "export_model"]
 
 _SHARD_BYTES = 5 * 10**9
-_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 """Names of types in safetensors."""
 
 
 def export(checkpoint: Saved, out: str | Path) -> None:
     """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read."""
     manifest = Manifest.read(checkpoint.path)
-    parameters = manifest.parameters
-    dtypes = {getattr(torch, own.dtype) for own in parameters.values()}
-    facts = _facts(manifest.plan, {name: own.shape for name, own in parameters.items()}, dtypes.pop())
-    _write(facts, ((name, _whole(checkpoint.path, own)) for name, own in parameters.items()), Path(out))
+    tensors = manifest.parameters | manifest.buffers
+    shapes = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
+    facts = _facts(manifest.plan, shapes)
+    _write(facts, ((name, _whole(checkpoint.path, own)) for name, own in tensors.items()), Path(out))
 
 
 def export_model(model: ParallelModel, out: str | Path) -> None:
@@ -47,8 +51,10 @@ def export_model(model: ParallelModel, out: str | Path) -> None:
 
     def write() -> None:
         if model.rank == 0:
-            facts = _facts(model.plan.to_dict(), model.shapes, next(model.parameters()).dtype)
-            _write(facts, whole, Path(out))
+            dtype, buffers = next(model.parameters()).dtype, model.buffers.values()
+            shapes = {name: (shape, dtype) for name, shape in model.shapes.items()}
+            shapes |= {name: (tuple(own.shape), own.dtype) for name, own in buffers.items()}
+            _write(_facts(model.plan.to_dict(), shapes), chain(whole, buffers.items()), Path(out))
 
     def write_and_go_on() -> None:
         try:
@@ -68,25 +74,34 @@ class _Facts:
     """The content of config.json."""
     names: Mapping[str, str]
     """In the files, by the stock model's; in the order they are written."""
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    tensors: Mapping[str, _Outline]
+    """By the stock model's names."""
 
     def bytes(self, name: str) -> int:
-        return torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
+        shape, dtype = self.tensors[name]
+        return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _facts(plan: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> _Facts:
+_Outline = tuple[tuple[int, ...], torch.dtype]
+
+
+def _facts(plan: Mapping[str, Any], tensors: Mapping[str, _Outline]) -> _Facts:
     model = plan["model"]
     if model["config"] is None:
         raise InvalidInput(
             f"model {model['name']!r} has no configuration in its plan (it was described by figures, or given in "
             "memory), so there is no config.json to write"
         )
+    strange = [(name, dtype) for name, (_, dtype) in tensors.items() if dtype not in _TYPES]
+    if strange:
+        raise InvalidInput(
+            f"{strange[0][0]}: {strange[0][1]} is no type of a safetensors file, so it cannot be exported"
+        )
     stock: Any = build_meta(model["config"], Training(attention=Attention.EAGER), as_named=model["family"] == "generic")
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(next(dtype for _, dtype in tensors.values())).removeprefix("torch.")  # of the first parameter
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
-    return _Facts(config=config, names=saved_names(stock, list(shapes)), shapes=shapes, dtype=dtype)
+    return _Facts(config=config, names=saved_names(stock, list(tensors)), tensors=tensors)
 
 
 def _whole(folder: Path, saved: SavedTensor) -> Tensor:
@@ -123,7 +138,7 @@ def _shards(facts: _Facts) -> list[list[str]]:
     """Names by file, none above the limit unless one parameter is."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name in facts.shapes:
+    for name in facts.tensors:
         if shards[-1] and size + facts.bytes(name) > _SHARD_BYTES:
             shards.append([])
             size = 0
@@ -139,8 +154,8 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
     for name in names:
         start, end = end, end + facts.bytes(name)
         header[facts.names[name]] = {
-            "dtype": _TYPES[facts.dtype],
-            "shape": list(facts.shapes[name]),
+            "dtype": _TYPES[facts.tensors[name][1]],
+            "shape": list(facts.tensors[name][0]),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
@@ -155,7 +170,7 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
 
 def _index(facts: _Facts, shards: list[list[str]], files: list[str]) -> str:
     content = {
-        "metadata": {"total_size": sum(facts.bytes(name) for name in facts.shapes)},
+        "metadata": {"total_size": sum(facts.bytes(name) for name in facts.tensors)},
         "weight_map": {facts.names[name]: file for file, names in zip(files, shards, strict=True) for name in names},
     }
     return json.dumps(content, indent=2) + "\n"
