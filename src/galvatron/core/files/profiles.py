@@ -46,6 +46,7 @@ _TIMES = Table(
         Key("recompute", "recompute_s", _TIME, "time of recomputing it besides a second forward"),
         *_VARIANT,
         Key("ep", "ep", whole(1, 2**20), "degree of expert parallelism at which it was measured"),
+        Key("fused_loss", "fused_loss", FLAG, "whether with its loss in chunks"),
     ),
     many=(1, 10_000),
 )
@@ -94,10 +95,10 @@ def _checked(profile: ModelProfile, file: str) -> ModelProfile:
         ("memory", profile.memory),
     )
     for key, measured in kinds:
-        seen: set[tuple[str, int, bool, int]] = set()
+        seen: set[tuple[str, int, bool, int, bool]] = set()
         for index, one in enumerate(measured):
-            ep = one.ep if isinstance(one, LayerTime) else 1
-            variant = (one.layer, one.tp, one.sequence_parallel, ep)
+            ep, fused = (one.ep, one.fused_loss) if isinstance(one, LayerTime) else (1, False)
+            variant = (one.layer, one.tp, one.sequence_parallel, ep, fused)
             if variant in seen:
                 raise InvalidInput(
                     f"{file}: {key}[{index}].layer is {one.layer!r} again; expected each layer once for each degree of "

@@ -5,6 +5,9 @@ A layer is a stage of its own here, in a world where the other ranks of its TP g
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +19,7 @@ from galvatron.families.build import build_meta
 from galvatron.families.generic.layers import Bridge, Embedding, Head
 from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
-from galvatron.measure.layer_jobs.probes import LayerBytes, Variant
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerProbe, Variant
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
@@ -30,6 +33,7 @@ from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["Bench"]
 
+_LOG = logging.getLogger(__name__)
 _SPREAD = 0.02
 _CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 """Larger than what a device keeps near its arithmetic."""
@@ -66,6 +70,46 @@ class Bench:
         run = self._run(variant, samples)
         clock = self._peers.compute_clock
         return Probe(lambda calls: seconds_of_calls(calls, run, self._peers.device, clock)[1::2])
+
+    def fitting(self, probes: Sequence[LayerProbe]) -> dict[LayerProbe, Probe]:
+        """Those of the probes that every rank has memory for, each run once; most samples first."""
+        found: dict[LayerProbe, Probe] = {}
+        for probe in probes:
+            own, fits = None, True
+            try:
+                own = self.probe(probe.variant, probe.samples)
+                own.run(1)
+            except torch.OutOfMemoryError:
+                own, fits = None, False
+            if all(self._peers.gather(fits)):
+                assert own is not None
+                found[probe] = own
+                continue
+            del own
+            self._drop(probe.variant)  # what it has begun is of no use; others build on what was left
+            found = {
+                other: self.probe(other.variant, other.samples) if other.variant == probe.variant else run
+                for other, run in found.items()
+            }
+            if self._peers.rank == 0:
+                _LOG.warning(
+                    "layer %r under %s is not measured with %d samples: the device has too little memory for them",
+                    probe.variant.layer, probe.variant.strategy, probe.samples,
+                )  # fmt: skip
+        counts = Counter(probe.variant for probe in found)
+        return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
+
+    def clear(self) -> None:
+        """Let go of all layers."""
+        for variant in list(self._assemblies):
+            self._drop(variant)
+        self._kept.clear()
+
+    def _drop(self, variant: Variant) -> None:
+        self._assemblies.pop(variant, None)
+        gc.collect()
+        if self._peers.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def memory(self, variant: Variant, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""

@@ -76,7 +76,7 @@ class LossColumns:
     gradient_bytes: Floats
     """Of the projection's weight, as it is kept."""
     chunk_s: Floats
-    """Reading and writing the sum of that gradient once, in fp32."""
+    """Reading and writing the sum of that gradient once, in fp32; zero where a profile has it in its times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +186,7 @@ def layer_arrays(
             strategy.sequence_parallel,
             bool(strategy.sharding_factors),
             bool(strategy.experts),
+            strategy.fused_loss,
         )
         for strategy in strategies
     ]
@@ -232,7 +233,7 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
-        fused=_loss_columns(model, cluster),
+        fused=_loss_columns(model, cluster, profile),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -275,7 +276,9 @@ def _expert_columns(
     )
 
 
-def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
+def _loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:
+    measured = {time.layer for time in profile.times if time.fused_loss} if profile else set()
+    counted = np.array([[kind.name not in measured] for kind in model.kinds])
     facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
     parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
     return LossColumns(
@@ -283,7 +286,7 @@ def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
         saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
         parameters=parameters,
         gradient_bytes=parameters * model.training.precision.bytes,
-        chunk_s=2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
+        chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
     )
 
 
@@ -299,8 +302,9 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
     return found
 
 
-_Variant = tuple[int, bool, bool, bool]
-"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own."""
+_Variant = tuple[int, bool, bool, bool, bool]
+"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own, whether the
+loss is fused."""
 
 
 def _measured(
@@ -311,9 +315,9 @@ def _measured(
     Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
     own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
     """
-    tp, sequence_parallel, sharded, own = variant
+    tp, sequence_parallel, sharded, own, fused = variant
     overhead_s = cluster.device.layer_overhead_s
-    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel, fused_loss=fused) if profile else None
     memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
     if time:
         forward_s, ratio = time.forward_s, time.backward_ratio
