@@ -90,7 +90,10 @@ class Candidates:
     def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
-        costs = cost.stage(space.strategies(devices), pipeline_degree)
+        every = space.strategies(devices)
+        # What none of the model's layers can take would only make tables longer.
+        used = [each for each in every if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        costs = cost.stage(used or every, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
     def _groups(self, experts: ExpertChoices) -> Places:
