@@ -130,6 +130,7 @@ def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[Lay
         recompute_s=_recompute_s(variant, forward, backward),
         tp=variant.tp,
         sequence_parallel=variant.sequence_parallel,
+        ep=variant.ep,
     )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 __all__ = ["LayerMemory", "LayerTime", "ModelProfile"]
 
@@ -38,6 +39,9 @@ class LayerTime:
     tp: int = 1
     """Degree of tensor parallelism at which it was measured."""
     sequence_parallel: bool = False
+    ep: int = 1
+    """Degree of expert parallelism, beside data parallelism of the same degree. What tokens take between devices is not
+    in it, what sorting them takes is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,16 @@ class ModelProfile:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plan files have it. What was measured without EP does not mention it, as before there was any: digests
+        and files stay the same."""
+        facts = asdict(self)
+        for time in facts["times"]:
+            if time["ep"] == 1:
+                del time["ep"]
+        return facts
 
     def time_of(self, layer: str, tp: int = 1, *, sequence_parallel: bool = False) -> LayerTime | None:
         """What was measured nearest to this: at the largest degree that is not above it, with sequence parallelism
@@ -72,9 +85,15 @@ class ModelProfile:
         known = [
             time
             for time in self.times
-            if time.layer == layer and time.tp <= tp and (sequence_parallel or not time.sequence_parallel)
+            if (time.layer, time.ep) == (layer, 1)
+            and time.tp <= tp
+            and (sequence_parallel or not time.sequence_parallel)
         ]
         return max(known, key=lambda time: (time.tp, time.sequence_parallel), default=None)
+
+    def expert_times(self, layer: str) -> dict[int, LayerTime]:
+        """What was measured with expert parallelism, by its degree."""
+        return {time.ep: time for time in self.times if time.layer == layer and time.ep > 1}
 
     def memory_of(self, layer: str, tp: int, *, sequence_parallel: bool) -> LayerMemory | None:
         """What was measured of exactly this: what TP divides and what it does not only measurements at its degree

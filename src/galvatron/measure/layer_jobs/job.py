@@ -44,7 +44,8 @@ class LayerJob:
             largest_first = sorted(self.probes, key=lambda probe: -probe.samples)
             probes = {probe: bench.probe(probe.variant, probe.samples) for probe in largest_first}
             blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), peers)
-            whole = [variant for variant in self.variants if not (variant.sharded or variant.recompute)]
+            plain = (variant for variant in self.variants if not (variant.sharded or variant.recompute))
+            whole = [variant for variant in plain if variant.ep == 1]
             memory = (
                 {variant: bench.memory(variant, self._samples(variant)) for variant in whole} if peers.rank == 0 else {}
             )

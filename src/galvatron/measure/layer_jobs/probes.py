@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
+from galvatron.planner.space import divisors
 
 __all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "probes_of", "variants_of"]
 
@@ -24,13 +25,16 @@ class Variant:
     """With its parameters divided over two ranks, to see what dividing them takes besides the messages."""
     recompute: bool = False
     """With its forward run again in backward, to see what that takes besides."""
+    ep: int = 1
+    """With its experts divided over so many data-parallel ranks; tokens stay where they are, as many as would come."""
 
     @property
     def strategy(self) -> str:
-        axes = ((Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
+        axes = ((Kind.DP, self.ep), (Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
         return str(
             Strategy(
                 tuple(Axis(kind, degree) for kind, degree in axes if degree > 1),
+                experts=(Axis(Kind.EP, self.ep),) if self.ep > 1 else (),
                 sequence_parallel=self.sequence_parallel,
                 recompute=self.recompute,
             )
@@ -38,7 +42,7 @@ class Variant:
 
     @property
     def ranks(self) -> int:
-        return self.tp * (2 if self.sharded else 1)
+        return self.ep * self.tp * (2 if self.sharded else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +82,8 @@ _MEMORY_SHARE = 0.25
 
 
 def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Variant, ...]:
-    """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
+    """Every kind of layer whole, split as far as it can be, with its experts divided, with its parameters sharded, and
+    recomputed."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
     other = [
         Variant(
@@ -101,7 +106,13 @@ def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple
         for sequence in (False, True)
         if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
     ]
-    return (*split, *other)
+    divided = [
+        Variant(layer=kind.name, index=first[kind.name], tp=1, sequence_parallel=False, ep=degree)
+        for kind in model.kinds
+        for degree in divisors(devices)
+        if degree > 1 and kind.experts is not None and kind.experts.count % degree == 0
+    ]
+    return (*split, *divided, *other)
 
 
 def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -> tuple[LayerProbe, ...]:

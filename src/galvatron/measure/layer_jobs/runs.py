@@ -13,7 +13,8 @@ from torch import Tensor
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
-from galvatron.families.layer import Activations
+from galvatron.families.generic.layers import Bridge, Embedding, Head
+from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.measure.layer_jobs.probes import LayerBytes, Variant
 from galvatron.measure.rehearsal.memory import meter_for
@@ -41,8 +42,7 @@ class Bench:
         if model.config is None:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
         self._model, self._peers = model, peers
-        stock = build_meta(model.config, model.training, as_named=model.family == "generic")
-        self._layered = layered_model(stock)
+        self._layered = self._made()
         self._weights = CheapWeights(self._layered)
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
         self._settings = ComputeSettings(
@@ -55,6 +55,12 @@ class Bench:
         self._assemblies: dict[Variant, Assembly] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._elsewhere = torch.zeros(_CACHE_BYTES[peers.device.type] // 4, device=peers.device)
+
+    def _made(self) -> LayeredModel:
+        assert self._model.config is not None
+        return layered_model(
+            build_meta(self._model.config, self._model.training, as_named=self._model.family == "generic")
+        )
 
     def probe(self, variant: Variant, samples: int) -> Probe:
         run = self._run(variant, samples)
@@ -107,7 +113,10 @@ class Bench:
             needed = needed_groups([stage], rows, self._layered.ties, GPIPE, sums_rows=sums_rows(self._layered))
             pool = GroupPool(needed, self._settings.device)
             mine = RankStage(plan=stage, stages=[stage], assignments=assignments, rank=0)
-            self._assemblies[variant] = assemble(self._layered, mine, pool, self._weights, self._settings)
+            # What is around the blocks of an unknown family is changed where it is: it needs a model of its own.
+            around = isinstance(self._layered.layers[variant.index], Embedding | Bridge | Head)
+            layered = self._made() if around else self._layered
+            self._assemblies[variant] = assemble(layered, mine, pool, self._weights, self._settings)
             for unit in self._assemblies[variant].units:
                 unit.refresh()
                 unit.begin()

@@ -181,7 +181,12 @@ def layer_arrays(
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
     variants = [
-        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_factors))
+        (
+            strategy.degree(Kind.TP),
+            strategy.sequence_parallel,
+            bool(strategy.sharding_factors),
+            bool(strategy.experts),
+        )
         for strategy in strategies
     ]
     measured = {
@@ -294,14 +299,19 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
     return found
 
 
+_Variant = tuple[int, bool, bool, bool]
+"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own."""
+
+
 def _measured(
-    kind: LayerSpec, variant: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+    kind: LayerSpec, variant: _Variant, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
 ) -> tuple[float, ...]:
     """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
-    Where the profile knows a smaller degree only, what one sample takes is divided further.
+    Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
+    own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
     """
-    tp, sequence_parallel, sharded = variant
+    tp, sequence_parallel, sharded, own = variant
     overhead_s = cluster.device.layer_overhead_s
     time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
     memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
@@ -309,6 +319,13 @@ def _measured(
         forward_s, ratio = time.forward_s, time.backward_ratio
     else:
         forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
+    apart = profile.expert_times(kind.name) if profile and own else {}
+    whole = profile.time_of(kind.name) if profile else None
+    if apart and whole:
+        backward_s = min(each.forward_s * each.backward_ratio for each in apart.values())
+        scale = min(each.forward_s for each in apart.values()) / whole.forward_s
+        ratio *= backward_s / (whole.forward_s * whole.backward_ratio) / scale
+        forward_s *= scale
     if kind.tensor_parallel is not None:
         forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
