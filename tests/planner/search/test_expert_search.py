@@ -24,6 +24,7 @@ from search_oracles import (
 )
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, Experts, Kind, LayerSpec, ModelSpec, Strategy, Training
 from galvatron.planner.cost import GALVATRON, NEVER, CostModel, experts
 from galvatron.planner.search import Candidates, Optimum, Problem, StageProblem, search, solve_stage
@@ -156,7 +157,8 @@ def test_experts_have_no_tp_beside_divided_sequences() -> None:
     tensor = {own.sequence_parallel for own in found if own.experts and own.expert_factors(Kind.TP)}
     assert tensor == {False}
     assert any(own.experts and own.sequence_parallel for own in found)
-    assert not model.allows(divisible, Strategy.parse("dp4-tp2/ep4-tp2+sp"))
+    with pytest.raises(InvalidInput, match="hold different tokens under"):
+        Strategy.parse("dp4-tp2/ep4-tp2+sp")
     assert model.allows(divisible, Strategy.parse("dp4-tp2/ep4-tp2"))
 
 
