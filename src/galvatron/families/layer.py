@@ -124,6 +124,10 @@ class LayeredModel(ABC):
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
 
+    def by_rows(self, batch: Batch) -> Batch:
+        """A user's batch with rows first in each tensor: some models take lists of images or patches."""
+        return batch
+
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:
         """What the layers of a stage share for some rows (masks, positions), made once for each micro-batch.

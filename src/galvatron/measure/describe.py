@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +31,12 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.images import PIXELS
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Table
+from galvatron.measure.real_integers import RealIntegers
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -58,10 +60,11 @@ class _Description:
     def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
         self._model, self._batch, self._training = model, batch, training
         self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
-        self._sample = {key: own[:1].cpu() for key, own in batch.items()}
+        self._sample = {key: own.cpu() for key, own in batch.items()}
 
     def spec(self, name: str) -> ModelSpec:
         layered = self._layered()
+        self._sample = {key: own[:1] for key, own in layered.by_rows(self._sample).items()}
         whole = self._trace(layered, None)
         halves = self._split(layered)
         tokens = self._sample["input_ids"].shape[1] if "input_ids" in self._sample else None
@@ -110,14 +113,14 @@ class _Description:
                     split(layer, layer.rules, TensorGroup(group=group))
         traced: dict[str, _Traced] = {}
         named, decided = _named_failures(type(self._model).__name__), _Decided()  # type: ignore[no-untyped-call]
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided:
+        # Where images go follows from the numbers of tokens and sizes of images, so these keep their values.
+        real = RealIntegers() if PIXELS in context.batch else None  # type: ignore[no-untyped-call]
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided, real or nullcontext():
             _give_values(first.values())
-            fakes = replace(
-                context,
-                batch={key: fake.from_tensor(own) for key, own in context.batch.items()},
-                calls=tuple(_faked(call, fake) for call in context.calls),
-            )
-            given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in fakes.calls])}
+            calls = [call if call is None else _faked(call, fake, real) for call in context.calls]
+            values = {key: _faked_tensor(own, fake, real) for key, own in context.batch.items()}
+            fakes = replace(context, batch=values, calls=tuple(calls))
+            given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in calls if call])}
             activations: Activations = ()
             for layer in (own for own in layered.layers if first[own.kind] is own):
                 if layer is head or (activations and isinstance(layer, Bridge)):
@@ -246,11 +249,15 @@ def _give_values(layers: Iterable[Layer]) -> None:
             setattr(module, name, made.get(own, own))
 
 
-def _faked(call: Call, fake: FakeTensorMode) -> Call:
+def _faked(call: Call, fake: FakeTensorMode, real: RealIntegers | None) -> Call:
     args, kwargs = tree_map(
-        lambda own: fake.from_tensor(own) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
+        lambda own: _faked_tensor(own, fake, real) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
     )
     return Call(call.block, args, kwargs)
+
+
+def _faked_tensor(own: Tensor, fake: FakeTensorMode, real: RealIntegers | None) -> Tensor:
+    return own if real is not None and not own.is_floating_point() else fake.from_tensor(own)
 
 
 class _Decided(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,6 +29,7 @@ __all__ = [
     "Stop",
     "StubbedModel",
     "Unit",
+    "depending",
     "find_units",
     "has_nan",
     "on_meta",
@@ -151,6 +152,8 @@ class StubbedModel:
         """Units whose stand-ins return zeros unless a NaN came in: to see whether one does."""
         self.noise: torch.Generator | None = None
         """Where it is set, stand-ins return random numbers: for what follows them to be computed with."""
+        self.tags: dict[str, Tensor] = {}
+        """Where there are some, a unit's stand-in returns what depends on its tag and on all that it was given."""
         self.note_uses = False
         """Whether to log uses of parameters other than by their modules, which slows all of torch down."""
         self._within = False
@@ -167,6 +170,13 @@ class StubbedModel:
                 return self.model(**inputs)
             except Stop:
                 return None
+
+    def call(self, method: str, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+        """Another method of the model on these inputs."""
+        self.log = _Log()
+        self._place(next(iter(inputs.values())).device, dtype)
+        with self._parameters_held(dtype):
+            return getattr(self.model, method)(**inputs)
 
     def shapes_of_block(self, call: Call) -> Any:
         """What the block itself would return, on the meta device."""
@@ -198,7 +208,8 @@ class StubbedModel:
             if key not in self._results:
                 self._results[key] = self._on_meta(forward, args, kwargs)
             made = self._results[key]
-            return tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
+            filled = tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
+            return depending(filled, (self.tags[name], args, kwargs)) if name in self.tags else filled
 
         return stand_in
 
@@ -221,6 +232,8 @@ class StubbedModel:
                 value = held()
             else:
                 value = self._filled(own.to(dtype), 0.0 if name in self.watched else torch.nan)
+                if name in self.tags:
+                    value = depending(value, self.tags[name])
             setattr(module, attribute, value)
         try:
             with _Uses(self, places) if self.note_uses else nullcontext():
@@ -302,6 +315,19 @@ def _stop(call: Call) -> Any:
 
 def _outline(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def depending(made: Any, given: Any) -> Any:
+    """The same tensors as results of all that was given, as autograd sees it."""
+    sources = [own for own in tree_flatten(given)[0] if isinstance(own, Tensor) and own.requires_grad]
+    return tree_map(
+        lambda own: (
+            own + sum(source.sum() * 0 for source in sources).to(own.dtype)  # type: ignore[union-attr]
+            if sources and isinstance(own, Tensor) and own.is_floating_point()
+            else own
+        ),
+        made,
+    )
 
 
 def has_nan(values: Any) -> bool:

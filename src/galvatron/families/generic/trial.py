@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.generic.images import PIXELS
+from galvatron.families.generic.reach import Reach, find_reach
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel, Unit, find_units, has_nan
 from galvatron.families.layer import Batch
 
 __all__ = ["find_blocks"]
 
-_MOST_PAIRS = 6
+_MOST_PAIRS, _MOST_TOWERS = 6, 3
 """Of lists that are tried."""
 
 
@@ -34,7 +36,7 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
     dtype = next((own.dtype for own in model.parameters() if own.is_floating_point()), torch.float32)
     trial = _Trial(model, {key: own for key, own in batch.items() if key in taken}, dtype, taken)
     reasons = []
-    for names in _choices(model):
+    for names in _choices(model, trial.images):
         try:
             anatomy = _examine(trial, names)
         except _Unfit as reason:
@@ -72,9 +74,16 @@ def _candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return sorted(found, key=lambda entry: (entry[0] in nested, -len(entry[1])))
 
 
-def _choices(model: nn.Module) -> list[tuple[str, ...]]:
-    """Lists that may be the model's blocks, the likeliest first. Of an encoder alone the decoder would be the head."""
+def _choices(model: Any, images: bool) -> list[tuple[str, ...]]:
+    """Lists that may be the model's blocks, the likeliest first. Of an encoder alone the decoder would be the head.
+    ``images``: whether they are read beside text. Then a vision tower that cannot be cut is part of the first layer."""
     found = _candidates(model)
+    if images and not model.config.is_encoder_decoder:
+        text = {id(own) for own in model.get_decoder().modules()} if hasattr(model, "get_decoder") else set()
+        names = [name for name, own in found if id(own) in text]
+        seen = [name for name, own in found if id(own) not in text and len(own) > 1]
+        if names:
+            return [*((name, names[0]) for name in seen[:_MOST_TOWERS]), *((name,) for name in names)]
     single: list[tuple[str, ...]] = [(name,) for name, _ in found]
     lengths = {name: len(own) for name, own in found if not any(name.startswith(f"{other}.") for other, _ in found)}
     order = [name for name, _ in model.named_modules() if name in lengths]
@@ -93,6 +102,11 @@ class _Trial:
     dtype: torch.dtype
     taken: frozenset[str]
     """What the model's forward takes, apart from labels."""
+
+    @property
+    def images(self) -> bool:
+        """Whether images are read beside text."""
+        return PIXELS in self.inputs and "input_ids" in self.inputs
 
     def run(self, stubbed: StubbedModel, *, training: bool = False) -> Any:
         with torch.no_grad():
@@ -154,12 +168,20 @@ def _examine(trial: _Trial, names: tuple[str, ...]) -> Anatomy:
     if [call.block for call in calls] != list(range(len(stubbed.blocks))):
         raise _Unfit("its modules do not run once each in order")
     segments = tuple(own.segment(calls) for own in lists)
-    if len(segments) > 1:
+    if len(segments) > 1 and not trial.images:
         _check_rows([own.hidden for own in lists], len(next(iter(trial.inputs.values()))))
+    elif len(segments) > 1:
+        _check_entries([own.hidden for own in lists], trial.inputs)
+        segments = (replace(segments[0], entries=True), *segments[1:])
     if stubbed.log.outside:
         raise _Unfit(f"a weight of {stubbed.log.outside[0]} is used outside of it")
     phases = _phases(stubbed, segments)
     idle = _idle(units, set().union(*phases), lists)
+    if trial.images:
+        reach = find_reach(model, segments, units, trial.inputs, trial.dtype)
+        segments, phases = _by_need(segments, phases, reach)
+        idle |= set().union(*phases) - reach.units
+        phases = [own - idle for own in phases]
     anatomy = Anatomy(
         segments=segments,
         units=units,
@@ -172,6 +194,25 @@ def _examine(trial: _Trial, names: tuple[str, ...]) -> Anatomy:
         _check_between(anatomy, trial, place)
     _check_after(anatomy, trial)
     return anatomy
+
+
+def _by_need(
+    segments: tuple[Segment, ...], phases: list[set[str]], reach: Reach
+) -> tuple[tuple[Segment, ...], list[set[str]]]:
+    """Segments without the last blocks that nobody needs; units where they are needed first: the embedding of the text
+    runs before the vision tower, whose blocks do not need it."""
+    found = []
+    for segment in segments:
+        used = [block for block in range(segment.first, segment.last + 1) if block in reach.blocks]
+        if not used:
+            raise _Unfit("its modules have no part in the result")
+        found.append(replace(segment, unused=segment.last - used[-1]))
+    moved = [set(own) for own in phases]
+    for place in range(len(segments)):
+        late = moved[place] - reach.before[place]
+        moved[place] -= late
+        moved[place + 1] |= late
+    return tuple(found), moved
 
 
 def _idle(units: tuple[Unit, ...], used: set[str], lists: Sequence[_List]) -> set[str]:
@@ -209,6 +250,15 @@ def _check_rows(hidden: Sequence[Tensor], rows: int) -> None:
         if own.shape[0] != rows:
             shape = list(own.shape)
             raise _Unfit(f"its hidden states have the shape {shape}, in which the {rows} samples do not come first")
+
+
+def _check_entries(hidden: Sequence[Tensor], inputs: Batch) -> None:
+    """A vision tower's blocks work on the entries of pixel_values, the others on samples."""
+    entries, rows = len(inputs[PIXELS]), len(inputs["input_ids"])
+    if hidden[0].shape[0] != entries:
+        shape = list(hidden[0].shape)
+        raise _Unfit(f"its hidden states have the shape {shape}, in which the {entries} images do not come first")
+    _check_rows(hidden[1:], rows)
 
 
 def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any:
@@ -319,7 +369,7 @@ def _check_between(anatomy: Anatomy, trial: _Trial, place: int) -> None:
             made.extend(after.activations(call))
             raise Stop
         hidden = anatomy.hidden(call)
-        return anatomy.returned(call, torch.zeros_like(hidden) if call.block == before.last else hidden)
+        return anatomy.returned(call, torch.zeros_like(hidden) if call.block == before.last_used else hidden)
 
     stubbed.on_block = enter
     trial.run(stubbed)
@@ -343,7 +393,7 @@ def _check_after(anatomy: Anatomy, trial: _Trial) -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Those in what a model returned, but for what it says of its encoder."""
+    """Those in what a model returned, but for what it says of its encoder and of images."""
     if hasattr(output, "keys"):
-        output = {name: own for name, own in dict(output).items() if not str(name).startswith("encoder_")}
+        output = {name: own for name, own in dict(output).items() if not str(name).startswith(("encoder_", "image_"))}
     return (own for own in tree_flatten(output)[0] if isinstance(own, Tensor))

@@ -71,7 +71,8 @@ class _Pass:
     """A micro-batch between its forward and its backward. Keeps no outputs: backward starts from their edges."""
 
     inputs: Activations
-    edges: tuple[GradientEdge, ...] = ()
+    edges: tuple[GradientEdge | None, ...] = ()
+    """None: of what nothing that trains has made (a frozen vision tower)."""
     shapes: tuple[torch.Size, ...] = ()
     loss: Tensor | None = None
     """Of the last stage, over the number of targets."""
@@ -106,7 +107,7 @@ class Pipeline:
                 if self.neighbours.send_forward is None:
                     passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
                 else:
-                    edges = tuple(get_gradient_edge(output) for output in outputs)
+                    edges = tuple(get_gradient_edge(own) if own.requires_grad else None for own in outputs)
                     passes[action.micro_batch] = _Pass(inputs, edges, tuple(output.shape for output in outputs))
                 del inputs, outputs
             else:
@@ -151,7 +152,10 @@ class Pipeline:
             if done.loss is not None:
                 torch.autograd.backward(done.loss)
             else:
-                torch.autograd.backward(done.edges, self._received(done.shapes))
+                pairs = zip(done.edges, self._received(done.shapes), strict=True)
+                trained = [(edge, gradient) for edge, gradient in pairs if edge is not None]
+                if trained:
+                    torch.autograd.backward([edge for edge, _ in trained], [gradient for _, gradient in trained])
         if self.neighbours.send_backward is not None:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
