@@ -31,7 +31,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.generic.images import PIXELS
+from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
@@ -68,21 +68,23 @@ class _Description:
         whole = self._trace(layered, None)
         halves = self._split(layered)
         tokens = self._sample["input_ids"].shape[1] if "input_ids" in self._sample else None
-        seen: set[nn.Parameter] = set()
+        token = image_token(getattr(self._model, "config", None)) if PIXELS in self._sample else None
+        seen = None if token is None or not tokens else int((self._sample["input_ids"] == token).sum())
+        counted: set[nn.Parameter] = set()
         kinds: dict[str, LayerSpec] = {}
         for layer in layered.layers:
             own = set(layer.parameters())
             if layer.kind not in kinds:
-                tied = sum(parameter.numel() for parameter in own & seen)
+                tied = sum(parameter.numel() for parameter in own & counted)
                 message = whole[layer.kind].message
                 tensor = layered.tensor_parallel(layer, boundary_bytes=message, tokens=tokens) if halves else None
                 kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
-            seen |= own
+            counted |= own
         return ModelSpec(
             name=name,
             family="generic",
             layers=tuple(kinds[layer.kind] for layer in layered.layers),
-            training=replace(self._training, sequence_length=tokens) if tokens else self._training,
+            training=replace(self._training, sequence_length=tokens, image_tokens=seen) if tokens else self._training,
             config=_config(self._model),
         )
 

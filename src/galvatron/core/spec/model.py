@@ -72,14 +72,19 @@ class Training:
     """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
     optimizer: str = ADAMW.name
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
+    image_size: int | None = None
+    """Pixels of a side of the one image in each sample, for models of images and text; None: text alone, or images of
+    an example batch."""
+    image_tokens: int | None = None
+    """How many tokens of a sample are those of its images; None: it has none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. The default optimizer is left out, as it was before there were others: digests and
-        files of those plans stay the same."""
+        """As plan files have it. The default optimizer is left out, as it was before there were others, and so are
+        images where there are none: digests and files of those plans stay the same."""
         facts = asdict(self)
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
-        return facts
+        return {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

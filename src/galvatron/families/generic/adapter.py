@@ -52,8 +52,8 @@ class Generic(LayeredModel):
         self._sample = batch
         self._images = ImageRows(model)
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
-        if type(model).__module__.startswith("transformers.") and PIXELS not in trial:
-            trial = shortened(trial, _TRIAL[1])
+        if type(model).__module__.startswith("transformers."):
+            trial = shortened(trial, self._images.end(trial) + _TRIAL[1])
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self._decoder_inputs = DecoderInputs(model, trial)
         self.anatomy = find_blocks(model, self._decoder_inputs.complete(trial))

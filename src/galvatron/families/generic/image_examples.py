@@ -9,20 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
 from galvatron.families.adapters import sides
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.stubs import StubbedModel, find_units
 from galvatron.families.layer import IGNORED
 
-__all__ = ["image_and_text", "image_tokens", "takes_images"]
+__all__ = ["example_of", "image_and_text", "takes_images"]
 
 _SIDE = 224
 """Pixels of an image's side if neither user nor configuration says."""
@@ -47,11 +49,6 @@ class _Images:
     inputs: dict[str, Tensor]
     tokens: int
     """Of one image."""
-
-
-def image_tokens(model: Any, size: int | None = None) -> int:
-    """How many tokens an image of so many pixels a side (None: as the configuration says) becomes."""
-    return _images(model, 1, size, torch.Generator().manual_seed(0)).tokens
 
 
 def image_and_text(
@@ -85,6 +82,19 @@ def image_and_text(
     return {"input_ids": ids, **kinds, **images.inputs, "labels": ids.masked_fill(seen, IGNORED)}
 
 
+def example_of(model: Any, training: Training) -> dict[str, Tensor] | None:
+    """What a model is planned for that is planned for images; None: it is not."""
+    if training.image_size is None:
+        return None
+    if not takes_images(model):
+        raise InvalidInput(
+            f"{type(model).__name__}: image_size {training.image_size} given, but it is no model of images and text "
+            "of which batches can be made; leave it out, or give an example batch with images"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return image_and_text(model, 2, training.sequence_length, generator, training.image_size)
+
+
 def _special(config: Any) -> Iterator[int]:
     """All tokens that a configuration names."""
     for name, value in vars(config).items():
@@ -95,20 +105,23 @@ def _special(config: Any) -> Iterator[int]:
 
 
 def _images(model: Any, rows: int, size: int | None, generator: torch.Generator) -> _Images:
-    stubbed = StubbedModel(model, (), find_units(model, ()))
+    lists = tuple(name for name, own in model.named_modules() if isinstance(own, nn.ModuleList) and len(own) > 1)
+    outer = tuple(name for name in lists if not any(name.startswith(f"{other}.") for other in lists))
     reasons: list[str] = []
-    for inputs in _tries(model, rows, size, generator):
+    # One image shows it. Blocks pass on what they are given where that will do: attention to many patches takes long.
+    for left_out, (number, inputs) in product((outer, ()), enumerate(_tries(model, 1, size, generator))):
+        stubbed = StubbedModel(model, left_out, find_units(model, left_out))
+        stubbed.on_block = lambda call: next(iter(call.arguments.values()))
         given = {name: own.cpu() for name, own in inputs.items()}
         try:
             with torch.no_grad():
                 made = stubbed.call("get_image_features", given, torch.float32)
-            count = _features(made, model.config.get_text_config().hidden_size)
+            tokens = _features(made, model.config.get_text_config().hidden_size)
         except Exception as error:  # of whatever kind: it comes from the stock model's own code
             reasons.append(f"{list(inputs[PIXELS].shape)}: {str(error).strip().partition(chr(10))[0]}")
             continue
-        if count and count % rows == 0:
-            return _Images(inputs, count // rows)
-        reasons.append(f"{list(inputs[PIXELS].shape)}: {count} features for {rows} images")
+        if tokens:
+            return _Images(list(_tries(model, rows, size, generator))[number], tokens)
     raise InvalidInput(
         f"{type(model).__name__}: how it takes images is not known ({reasons[0] if reasons else 'no size'}); give an "
         "example batch with images"

@@ -81,6 +81,13 @@ class ImageRows:
             return [1] * len(batch[PIXELS])
         return _cells(batch[_GRID]) if _GRID in batch else [int(own) for own in batch[IMAGES].tolist()]
 
+    def end(self, batch: Batch) -> int:
+        """How many tokens of the longest sample its images end after; 0: there are none."""
+        if PIXELS not in batch or "input_ids" not in batch or self._token is None:
+            return 0
+        places = (batch["input_ids"] == self._token).any(0).nonzero()
+        return int(places.max()) + 1 if len(places) else 0
+
     def _counts(self, batch: Batch) -> list[int]:
         """How many images each sample has, of a list of images. Where a batch says nothing else of them, all make
         equally many tokens."""

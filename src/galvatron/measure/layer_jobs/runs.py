@@ -13,6 +13,7 @@ from torch import Tensor
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
+from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import Activations
 from galvatron.families.registry import layered_model
 from galvatron.measure.layer_jobs.probes import LayerBytes, Variant
@@ -41,7 +42,7 @@ class Bench:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
         self._model, self._peers = model, peers
         stock = build_meta(model.config, model.training, as_named=model.family == "generic")
-        self._layered = layered_model(stock)
+        self._layered = layered_model(stock, example_of(stock, model.training))
         self._weights = CheapWeights(self._layered)
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
         self._settings = ComputeSettings(device=peers.device, dtype=narrow, master_dtype=torch.float32, seed=0)

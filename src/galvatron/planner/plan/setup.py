@@ -71,6 +71,11 @@ def request_for(
         model = load(model, training)
     elif setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
         model = replace(model, training=replace(model.training, optimizer=training.optimizer))
+    if training.image_size is not None and model.training.image_size != training.image_size:
+        raise InvalidInput(
+            f"image_size: {training.image_size} given, but {model.name} reads no images beside text, or was described "
+            "without; leave it out, or describe the model with a batch that has images"
+        )
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
     most = setup.get("max_micro_batches")
     return Request(
@@ -144,6 +149,7 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
+        image_size=setup.get("image_size"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
     )
 
