@@ -60,7 +60,7 @@ def _qwen() -> Any:
     """Lists of patches, windows, and positions in three dimensions."""
     vision = {
         "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
-        "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 8, "fullatt_block_indexes": [1],
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {**_TEXT, "rope_parameters": rope}
