@@ -156,7 +156,8 @@ def _shrink_images(config: Any, fields: Mapping[str, Any]) -> None:
         _set(vision, "image_size", min(vision.image_size, _PATCHES * patch))
     if isinstance(getattr(vision, "window_size", None), int) and "spatial_merge_size" in vars(vision):
         _set(vision, "window_size", 2 * merge * patch)  # in pixels
-    for name in ("out_hidden_size", "projection_dim"):
+    outputs = ("out_hidden_size", "projection_dim", *(("hidden_size",) if "embed_dim" in vars(vision) else ()))
+    for name in outputs:
         if isinstance(getattr(vision, name, None), int):
             _set(vision, name, config.get_text_config().hidden_size)
     if isinstance(fields.get("mm_tokens_per_image"), int):

@@ -8,6 +8,7 @@ them shows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -120,6 +121,7 @@ class StubbedModel:
     """A copy of a model without weights, with stand-ins for its blocks and for the units not in ``real``."""
 
     def __init__(self, model: nn.Module, lists: Sequence[str], units: Iterable[Unit], real: Iterable[str] = ()) -> None:
+        self._stock = model
         self.model = without_weights(model)
         for module in self.model.modules():  # a decoder has a configuration of its own
             config: Any = getattr(module, "config", None)
@@ -191,6 +193,20 @@ class StubbedModel:
         finally:
             self._within = False
 
+    def _with_zeros(self, name: str, args: Any, kwargs: Any) -> Any:
+        """What a unit returns that has weights of zero, without values."""
+        module = copy.deepcopy(self._stock.get_submodule(name))
+        for parent in module.modules():
+            for key, own in list(parent.named_parameters(recurse=False)):
+                zeros = torch.zeros(own.shape, dtype=self._dtype, device=self._device)
+                setattr(parent, key, nn.Parameter(zeros, requires_grad=False))
+        self._within = True
+        try:
+            with torch.no_grad():
+                return to_meta(module.to(self._device)(*args, **kwargs))
+        finally:
+            self._within = False
+
     def _block(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = Call(index, args, kwargs)
@@ -206,7 +222,10 @@ class StubbedModel:
             fill = 0.0 if clean else torch.nan
             key = repr((name, tree_map(_outline, (args, kwargs))))
             if key not in self._results:
-                self._results[key] = self._on_meta(forward, args, kwargs)
+                try:
+                    self._results[key] = self._on_meta(forward, args, kwargs)
+                except (RuntimeError, NotImplementedError):  # it looks at values (of masks, of sizes of images)
+                    self._results[key] = self._with_zeros(name, args, kwargs)
             made = self._results[key]
             filled = tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
             return depending(filled, (self.tags[name], args, kwargs)) if name in self.tags else filled
