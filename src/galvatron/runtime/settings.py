@@ -20,3 +20,5 @@ class ComputeSettings:
     """Of masters, gradients' sums and optimizer states."""
     seed: int
     """Of random numbers."""
+    compile: bool = False
+    """Whether the blocks' computation is compiled."""

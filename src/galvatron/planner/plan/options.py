@@ -34,6 +34,7 @@ class _Sizes(TypedDict, total=False):
         int | None, "One image of so many pixels a side in each sample, beside text (default: text alone)."
     ]
     optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
+    compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]
     profile: Annotated[str | Path | None, "Measured layers (.toml)."]
 
 

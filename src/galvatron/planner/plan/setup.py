@@ -19,6 +19,7 @@ from galvatron.core.spec import (
     SWITCHES,
     Attention,
     Cluster,
+    Device,
     Kind,
     ModelProfile,
     ModelSpec,
@@ -65,17 +66,17 @@ def request_for(
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    training = training_of(setup, cluster.device.precision)
+    training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
-    if not isinstance(model, ModelSpec):
-        model = load(model, training)
-    elif setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
-        model = replace(model, training=replace(model.training, optimizer=training.optimizer))
-    if training.image_size is not None and model.training.image_size != training.image_size:
+    known = model if isinstance(model, ModelSpec) else load(model, training)
+    if training.image_size is not None and known.training.image_size != training.image_size:
         raise InvalidInput(
-            f"image_size: {training.image_size} given, but {model.name} reads no images beside text, or was described "
+            f"image_size: {training.image_size} given, but {known.name} reads no images beside text, or was described "
             "without; leave it out, or describe the model with a batch that has images"
         )
+    # Its layers' sizes depend on neither.
+    optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
+    model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
     most = setup.get("max_micro_batches")
     return Request(
@@ -139,9 +140,11 @@ def _reject_contradictions(setup: Setup) -> None:
             )
 
 
-def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training:
-    """How the model is trained; ``precision`` is used where the setup says none."""
-    chosen = _chosen(Precision, setup.get("precision"), "precision", precision)
+def training_of(setup: Setup, device: Device | None = None) -> Training:
+    """How the model is trained; what the setup does not say is as usual on the device."""
+    usual = Precision.FP32 if device is None else device.precision
+    chosen = _chosen(Precision, setup.get("precision"), "precision", usual)
+    compiled = setup.get("compile")
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
     paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
@@ -151,6 +154,7 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         sequence_length=setup.get("sequence_length"),
         image_size=setup.get("image_size"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
+        compile=(device is not None and device.compiles and not paper) if compiled is None else compiled,
     )
 
 

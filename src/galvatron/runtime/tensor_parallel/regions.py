@@ -44,13 +44,16 @@ class SplitColumns(_Split):
     readers: Readers | None = None
     """Those that read the same tensor; None: it is in a region."""
     gathered = False
+    projected: Tensor | None = None
+    """In a region: its output, made when that was entered."""
 
     def forward(self, entered: Tensor) -> Tensor:
         if self.readers is not None:
             output = self.readers.output(self, entered)
         else:
-            outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
-            output = outputs.pop(self)
+            made = self.projected
+            assert made is not None
+            output, self.projected = made, None
         return operators.gather_features(output, self.group) if self.gathered else output
 
 
@@ -67,7 +70,8 @@ class Readers:
 
     def output(self, member: SplitColumns, tensor: Tensor) -> Tensor:
         if self._read is not tensor or member not in self._outputs:
-            self._read, self._outputs = tensor, _project(tensor, member.group, self._members)
+            self._read = tensor
+            self._outputs = dict(zip(self._members, _project(tensor, member.group, self._members), strict=True))
         output = self._outputs.pop(member)
         if not self._outputs:
             self._read = None
@@ -127,60 +131,130 @@ class Entrance:
         self._on_leave()
 
     def _entered(self, value: Tensor, argument: str) -> Tensor:
-        """Stands for the input inside the region: has its shape, and the projections that were made of it."""
-        projected = _project(value, self._group, self._readers[argument], sequence=self._sequence)
+        """Stands for the input inside the region: has its shape, and the projections of it were made."""
+        readers = self._readers[argument]
+        for reader, projected in zip(
+            readers, _project(value, self._group, readers, sequence=self._sequence), strict=True
+        ):
+            reader.projected = projected
         shape = list(value.shape)
         if self._sequence:
             shape[1] *= self._group.size()
         # Whatever else would read it gets no numbers, rather than ones without a gradient.
-        stand_in = value.new_full((), torch.nan).expand(shape)
-        stand_in.projected = projected  # type: ignore[attr-defined]
-        return stand_in
+        return value.new_full((), torch.nan).expand(shape)
 
 
 def _project(
     tensor: Tensor, group: ProcessGroup, readers: Sequence[SplitColumns], *, sequence: bool = False
-) -> dict[SplitColumns, Tensor]:
-    parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
-    outputs = _Projections.apply(tensor, group, sequence, *parameters)
-    return dict(zip(readers, outputs, strict=True))
+) -> Sequence[Tensor]:
+    weights, biases = [reader.matrix for reader in readers], [reader.bias for reader in readers]
+    if torch.compiler.is_compiling():
+        products = _project_node(tensor, group.group_name, sequence, weights)
+        return [own if bias is None else own + bias for own, bias in zip(products, biases, strict=True)]
+    outputs: Sequence[Tensor] = _Projections.apply(tensor, group, sequence, *weights, *biases)
+    return outputs
+
+
+def _projected(
+    tensor: Tensor, group: ProcessGroup, sequence: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Linear projections of one input into split features."""
+    whole = operators.gathered(tensor, group) if sequence else tensor
+    return [functional.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _projected_backward(
+    tensor: Tensor, group: ProcessGroup, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the input and of the weights.
+
+    The input's is summed over the group beside the weights'. With sequence parallelism only this rank's part of the
+    input was kept; it is gathered again beside the input's gradient.
+    """
+    again = operators.SequenceAllGather(tensor, group) if sequence else None
+    by_input = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        by_input += gradient @ weight
+    total = operators.SequenceReduceScatter(by_input, group) if sequence else collectives.AllReduce(by_input, group)
+    del by_input
+    whole = (tensor if again is None else again.result()).flatten(0, -2)
+    by_weights = [gradient.flatten(0, -2).t() @ whole for gradient in gradients]
+    return total.result(), by_weights
 
 
 class _Projections(torch.autograd.Function):
-    """Linear projections of one input into split features.
-
-    Backward sums the input's gradient over the group beside the weights' gradients. With sequence parallelism only this
-    rank's part of the input is kept; it is gathered again beside the input's gradient.
-    """
+    """Weights first, then as many biases."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, group: ProcessGroup, sequence: bool, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[::2], parameters[1::2]
+        count = len(parameters) // 2
+        weights, biases = [own for own in parameters[:count] if own is not None], parameters[count:]
         ctx.group, ctx.sequence = group, sequence
         ctx.biased = [bias is not None for bias in biases]
         ctx.save_for_backward(tensor, *weights)
-        whole = operators.gathered(tensor, group) if sequence else tensor
-        pairs = zip(weights, biases, strict=True)
-        return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+        return tuple(_projected(tensor, group, sequence, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        again = operators.SequenceAllGather(tensor, ctx.group) if ctx.sequence else None
-        by_input = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            by_input += gradient @ weight
-        total = (
-            operators.SequenceReduceScatter(by_input, ctx.group)
-            if ctx.sequence
-            else collectives.AllReduce(by_input, ctx.group)
-        )
-        del by_input
-        whole = (tensor if again is None else again.result()).flatten(0, -2)
-        by_parameters: list[Tensor | None] = []
-        for gradient, biased in zip(gradients, ctx.biased, strict=True):
-            flat = gradient.flatten(0, -2)
-            by_parameters += [flat.t() @ whole, flat.sum(0) if biased else None]
-        return total.result(), None, None, *by_parameters
+        total, by_weights = _projected_backward(tensor, ctx.group, ctx.sequence, weights, gradients)
+        return total, None, None, *by_weights, *_by_biases(gradients, ctx.biased)
+
+
+def _by_biases(gradients: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
+    return [own.flatten(0, -2).sum(0) if has else None for own, has in zip(gradients, biased, strict=True)]
+
+
+# The same, without biases, as one node of a compiled graph.
+
+
+@torch.library.custom_op(
+    "galvatron::project",
+    mutates_args=(),
+    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights) -> Tensor[]",
+)
+def _project_node(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> list[Tensor]:
+    return _projected(tensor, collectives.group_named(group), sequence, weights, [None] * len(weights))
+
+
+@_project_node.register_fake
+def _(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> list[Tensor]:
+    shape = list(tensor.shape[:-1])
+    if sequence:
+        shape[1] *= collectives.group_named(group).size()
+    return [tensor.new_empty((*shape, len(weight))) for weight in weights]
+
+
+@torch.library.custom_op(
+    "galvatron::project_backward",
+    mutates_args=(),
+    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients) -> Tensor[]",
+)
+def _backward_node(
+    tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    by_input, by_weights = _projected_backward(tensor, collectives.group_named(group), sequence, weights, gradients)
+    return [by_input, *by_weights]
+
+
+@_backward_node.register_fake
+def _(
+    tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape), *(own.new_empty(own.shape) for own in weights)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensor, ctx.group, ctx.sequence, weights = inputs
+    ctx.save_for_backward(tensor, *weights)
+
+
+def _give_back(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
+    tensor, *weights = ctx.saved_tensors
+    by_input, *by_weights = _backward_node(tensor, ctx.group, ctx.sequence, weights, gradients)
+    return by_input, None, None, by_weights
+
+
+_project_node.register_autograd(_give_back, setup_context=_keep)
