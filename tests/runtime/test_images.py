@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from longer import longer
 from ranks import ranks
 from torch import Tensor, nn
 from transformers import (
@@ -166,11 +167,11 @@ _FOUR_STAGES = [["single"] * 2, ["single"] * 2, ["single"] * 2, ["single"] * 2]
 @pytest.mark.parametrize(
     ("name", "images", "frozen", "stages", "micro_batches"),
     [
-        ("llava", _ONE, False, [_TOGETHER], 2),
-        ("llava", _ONE, False, [_WITH_TP], 1),
+        longer("llava", _ONE, False, [_TOGETHER], 2),
+        longer("llava", _ONE, False, [_WITH_TP], 1),
         ("llava", _MIXED, True, _TWO_STAGES, 4),
         ("gemma3", _MIXED, False, [["dp4", *_TOGETHER[1:]]], 2),
-        ("gemma3", _ONE, True, _FOUR_STAGES, 4),
+        longer("gemma3", _ONE, True, _FOUR_STAGES, 4),
         ("qwen2.5-vl", _MIXED, False, _TWO_STAGES, 4),
     ],
 )
@@ -187,3 +188,20 @@ def test_equals_one_process(
         assert parameters.keys() == expected.keys()
         for own, tensor in expected.items():
             torch.testing.assert_close(parameters[own], tensor, rtol=1e-6, atol=1e-7, msg=own)
+
+
+def test_what_it_is_to_the_planner() -> None:
+    spec = galvatron.describe(_model("llava").float(), _batches("llava", _ONE)[0])
+    kinds = {kind.name: kind for kind in spec.kinds}
+    assert [layer.name for layer in spec.layers] == _LAYERS["llava"]
+    assert (spec.training.sequence_length, spec.training.image_tokens) == (20, 4)
+    tokens, width, inside = 5, 16, 24  # four patches and a class token
+    products = 2 * tokens * (4 * width * width + 2 * width * inside) + 2 * 2 * tokens * tokens * width
+    assert kinds["vision"].forward_flops == products
+    assert kinds["vision-unused"].forward_flops == 0
+    assert kinds["vision"].boundary_bytes == tokens * width * 4
+    assert kinds["connector"].boundary_bytes == 20 * 32 * 4
+    assert kinds["vision"].tensor_parallel is None
+    assert kinds["block"].tensor_parallel is not None
+    count = sum(layer.parameters - layer.tied_parameters for layer in spec.layers)
+    assert count == sum(own.numel() for own in _model("llava").parameters())
