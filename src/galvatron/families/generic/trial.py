@@ -48,10 +48,9 @@ def find_blocks(model: nn.Module, batch: Batch) -> Anatomy:
             _refuse_batch_norm(model, anatomy)
             return anatomy
     _refuse_batch_norm(model)
-    kind = type(model).__name__
     if not reasons:
-        raise InvalidInput(f"{kind}: has no nn.ModuleList of blocks, which the generic cut needs")
-    raise InvalidInput(f"{kind}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
+        raise InvalidInput(f"{type(model).__name__}: has no nn.ModuleList of blocks, which the generic cut needs")
+    raise InvalidInput(f"{type(model).__name__}: cannot be cut into layers; of its lists, " + "; ".join(reasons))
 
 
 def _refuse_batch_norm(model: nn.Module, anatomy: Anatomy | None = None) -> None:
@@ -79,9 +78,9 @@ def _choices(model: Any, images: bool) -> list[tuple[str, ...]]:
     ``images``: whether they are read beside text. Then a vision tower that cannot be cut is part of the first layer."""
     found = _candidates(model)
     if images and not model.config.is_encoder_decoder:
-        text = {id(own) for own in model.get_decoder().modules()} if hasattr(model, "get_decoder") else set()
-        names = [name for name, own in found if id(own) in text]
-        seen = [name for name, own in found if id(own) not in text and len(own) > 1]
+        text = set(model.get_decoder().modules()) if hasattr(model, "get_decoder") else set()
+        names = [name for name, own in found if own in text]
+        seen = [name for name, own in found if own not in text and len(own) > 1]
         if names:
             return [*((name, names[0]) for name in seen[:_MOST_TOWERS]), *((name,) for name in names)]
     single: list[tuple[str, ...]] = [(name,) for name, _ in found]
@@ -209,7 +208,9 @@ def _by_need(
         found.append(replace(segment, unused=segment.last - used[-1]))
     moved = [set(own) for own in phases]
     for place in range(len(segments)):
-        late = moved[place] - reach.before[place]
+        late = (moved[place] & reach.units) - reach.before[place]
+        if late and place == len(segments) - 1:
+            raise _Unfit(f"{sorted(late)[0]} runs before its modules, but not for what the first of them takes")
         moved[place] -= late
         moved[place + 1] |= late
     return tuple(found), moved
@@ -238,27 +239,28 @@ def _hidden_of(made: Any) -> Tensor:
 
 def _check_shape(call: Call, hidden_argument: int | str, made: Tensor) -> None:
     """All blocks pass on what has one shape: it is what travels between stages."""
-    given = call.kwargs[hidden_argument] if isinstance(hidden_argument, str) else call.args[hidden_argument]
+    given = call.argument(hidden_argument)
     if given.shape != made.shape:
-        before, after = list(given.shape), list(made.shape)
-        raise _Unfit(f"its modules change the shape of the hidden state, from {before} to {after}")
+        raise _Unfit(
+            f"its modules change the shape of the hidden state, from {list(given.shape)} to {list(made.shape)}"
+        )
 
 
 def _check_rows(hidden: Sequence[Tensor], rows: int) -> None:
     """Stages pass on samples: they must come first in each tensor."""
     for own in hidden:
         if own.shape[0] != rows:
-            shape = list(own.shape)
-            raise _Unfit(f"its hidden states have the shape {shape}, in which the {rows} samples do not come first")
+            raise _Unfit(
+                f"its hidden states have the shape {list(own.shape)}, in which the {rows} samples do not come first"
+            )
 
 
 def _check_entries(hidden: Sequence[Tensor], inputs: Batch) -> None:
     """A vision tower's blocks work on the entries of pixel_values, the others on samples."""
-    entries, rows = len(inputs[PIXELS]), len(inputs["input_ids"])
+    entries = len(inputs[PIXELS])
     if hidden[0].shape[0] != entries:
-        shape = list(hidden[0].shape)
-        raise _Unfit(f"its hidden states have the shape {shape}, in which the {entries} images do not come first")
-    _check_rows(hidden[1:], rows)
+        raise _Unfit(f"its hidden states are {list(hidden[0].shape)}, in which the {entries} images do not come first")
+    _check_rows(hidden[1:], len(inputs["input_ids"]))
 
 
 def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any:
@@ -275,13 +277,15 @@ def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any
 
 def _hidden_argument(calls: Sequence[Call], returned: Sequence[Tensor]) -> int | str:
     """Where blocks take the hidden state: each must get the very tensor that the one before returned."""
+    if any(own._version for own in returned[: len(calls) - 1]):
+        raise _Unfit("what one of its modules returned is changed before the next takes it")
     found: set[int | str] = set()
     for call, received in zip(calls[1:], returned, strict=False):
         places = [index for index, own in enumerate(call.args) if own is received]
         found |= {*places[:1], *(key for key, own in call.kwargs.items() if own is received)}
     if len(calls) == 1:
         found = {0} if calls[0].args else {key for key, own in calls[0].kwargs.items() if key == "hidden_states"}
-    slots = [hidden_argument for hidden_argument in found if hidden_argument == 0 or isinstance(hidden_argument, str)]
+    slots = [place for place in found if place == 0 or isinstance(place, str)]
     if len(slots) != 1:
         raise _Unfit("a block does not take what the one before it returned")
     return slots[0]
