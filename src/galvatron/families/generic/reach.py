@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from galvatron.families.generic.segments import Segment
 from galvatron.families.generic.stubs import Call, StubbedModel, Unit, depending
 
-__all__ = ["Reach", "find_reach"]
+__all__ = ["Reach", "find_reach", "result_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,10 @@ def _reached(results: Sequence[Any], tags: Sequence[Tensor]) -> list[bool]:
 
 def _named(names: Sequence[str], reached: Sequence[bool]) -> frozenset[str]:
     return frozenset(name for name, found in zip(names, reached, strict=True) if found)
+
+
+def result_tensors(output: Any) -> Iterator[Tensor]:
+    """Those in what a model returned, but for what it says of its encoder and of images."""
+    if hasattr(output, "keys"):
+        output = {name: own for name, own in dict(output).items() if not str(name).startswith(("encoder_", "image_"))}
+    return (own for own in tree_flatten(output)[0] if isinstance(own, Tensor))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.generic.images import PIXELS
-from galvatron.families.generic.reach import Reach, find_reach
+from galvatron.families.generic.reach import Reach, find_reach, result_tensors
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel, Unit, find_units, has_nan
 from galvatron.families.layer import Batch
@@ -392,12 +391,5 @@ def _check_after(anatomy: Anatomy, trial: _Trial) -> None:
         return anatomy.returned(call, torch.zeros_like(hidden) if call.block >= last.first else hidden)
 
     stubbed.on_block = zeros
-    if has_nan(list(_tensors(trial.run(stubbed)))):
+    if has_nan(list(result_tensors(trial.run(stubbed)))):
         raise _Unfit("what follows uses more of what precedes than the hidden state")
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Those in what a model returned, but for what it says of its encoder and of images."""
-    if hasattr(output, "keys"):
-        output = {name: own for name, own in dict(output).items() if not str(name).startswith(("encoder_", "image_"))}
-    return (own for own in tree_flatten(output)[0] if isinstance(own, Tensor))
