@@ -147,6 +147,10 @@ class LayeredModel(ABC):
         """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
         return iter(())
 
+    def by_rows(self, batch: Batch) -> Batch:
+        """A user's batch with rows first in each tensor: some models take lists of images or patches."""
+        return batch
+
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:
         """What the layers of a stage share for some rows (masks, positions), made once for each micro-batch.

@@ -79,6 +79,11 @@ class Training:
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
     compile: bool = False
     """Whether the computation of each block is compiled."""
+    image_size: int | None = None
+    """Pixels of a side of the one image in each sample, for models of images and text; None: text alone, or images of
+    an example batch."""
+    image_tokens: int | None = None
+    """How many tokens of a sample are those of its images; None: it has none."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay the
@@ -88,7 +93,7 @@ class Training:
             del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
-        return facts
+        return {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,8 @@ class _Pass:
     """A micro-batch between its forward and its backward. Keeps no outputs: backward starts from their edges."""
 
     inputs: Activations
-    edges: tuple[GradientEdge, ...] = ()
+    edges: tuple[GradientEdge | None, ...] = ()
+    """None: of what nothing that trains has made (a frozen vision tower)."""
     outlines: tuple[tuple[torch.Size, torch.dtype], ...] = ()
     """Of its outputs."""
     loss: Tensor | None = None
@@ -106,7 +107,7 @@ class Pipeline:
                 if self.neighbours.send_forward is None:
                     passes[action.micro_batch] = _Pass(inputs, loss=_loss(outputs, batch))
                 else:
-                    edges = tuple(get_gradient_edge(output) for output in outputs)
+                    edges = tuple(get_gradient_edge(own) if own.requires_grad else None for own in outputs)
                     outlines = tuple((output.shape, output.dtype) for output in outputs)
                     passes[action.micro_batch] = _Pass(inputs, edges, outlines)
                 del inputs, outputs
@@ -152,7 +153,10 @@ class Pipeline:
             if done.loss is not None:
                 torch.autograd.backward(done.loss)
             else:
-                torch.autograd.backward(done.edges, self._received(done.outlines))
+                pairs = zip(done.edges, self._received(done.outlines), strict=True)
+                trained = [(edge, gradient) for edge, gradient in pairs if edge is not None]
+                if trained:
+                    torch.autograd.backward([edge for edge, _ in trained], [gradient for _, gradient in trained])
         if self.neighbours.send_backward is not None:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
