@@ -33,7 +33,8 @@ def plan_view(plan: Plan) -> RenderableType:
     title = Text(f"{model.name}", style="bold")
     title.append(
         f"  {format_count(model.parameters)} parameters, {sum(run.count for run in model.order)} layers, "
-        f"{model.training.precision}{_optimizer(plan)} on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
+        f"{model.training.precision}{_optimizer(plan)}{', compiled' if model.training.compile else ''} on "
+        f"{plan.cluster.devices} × {facts.device.name} ({facts.name})",
         style="default",
     )
     numbers = Text()
