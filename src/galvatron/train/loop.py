@@ -182,9 +182,8 @@ class Loop:
     def _say_compiled(self) -> None:
         made = compiler()
         if self.display is not None and made.graphs:
-            self.display.say(
-                f"compiled {made.graphs} graphs in {format_seconds(made.seconds)}; later runs find them in PyTorch's cache"
-            )
+            took = format_seconds(made.seconds)
+            self.display.say(f"compiled {made.graphs} graphs in {took}; PyTorch's cache has them for later runs")
 
     @contextmanager
     def _traced(self, step: int) -> Iterator[None]:
