@@ -186,7 +186,7 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
 def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
     """For fewer devices, from the figures the plan was made with: the same model and batch, so that training goes on as
     it was. If so many devices cannot be used, the next smaller number that can."""
-    setup: Setup = {**asked.setup, "batch": plan.batch}
+    setup: Setup = {**asked.setup, "batch": plan.batch, "compile": plan.model.training.compile}
     for count in range(devices, 0, -1):
         request = request_for(plan.model.spec(), plan.cluster.facts.shrunk(count), setup)
         try:
