@@ -124,6 +124,19 @@ class LayeredModel(ABC):
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
 
+    @property
+    def first_trained(self) -> int:
+        """The first layer with a parameter that is not frozen: no gradient reaches those before it."""
+        places = (
+            place for place, own in enumerate(self.layers) if any(each.requires_grad for each in own.parameters())
+        )
+        return next(places, len(self.layers))
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether any of its parameters is frozen."""
+        return not all(own.requires_grad for layer in self.layers for own in layer.parameters())
+
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:
         """What the layers of a stage share for some rows (masks, positions), made once for each micro-batch.

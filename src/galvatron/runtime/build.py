@@ -24,7 +24,7 @@ from galvatron.runtime.layout.groups import (
 )
 from galvatron.runtime.layout.slice_gather import RowAssignments
 from galvatron.runtime.model import ParallelModel, RankParts
-from galvatron.runtime.pipeline.run import Neighbours, Pipeline
+from galvatron.runtime.pipeline.run import GradientsFrom, Neighbours, Pipeline
 from galvatron.runtime.pipeline.transfer import StageEnd, StageTransfer
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
@@ -90,6 +90,11 @@ class _Builder:
             device=self.settings.device,
             dtype=self.settings.dtype,
             expect_backward=expect_backward,
+            gradients_from=GradientsFrom(
+                before=self.layered.first_trained < self.stage.first,
+                within=self.layered.first_trained <= self.stage.layers[-1],
+                tells=self.layered.has_frozen,
+            ),
         )
         last = self.stages[-1].strategies[-1]
         parts = RankParts(

@@ -41,6 +41,10 @@ def check_schedule(plan: Plan) -> None:
 
 def check_model(plan: Plan, layered: LayeredModel) -> None:
     """The model's layers must be those the plan was made for, and divisible as it says."""
+    if layered.first_trained == len(layered.layers):
+        raise InvalidInput(
+            "model: all of its parameters are frozen, so there is nothing to train; unfreeze some of them"
+        )
     planned = [layer.layer for stage in plan.stages for layer in stage.layers]
     kinds = [layer.kind for layer in layered.layers]
     if planned != kinds:

@@ -20,3 +20,7 @@ class ComputeSettings:
     """Of masters, gradients' sums and optimizer states."""
     seed: int
     """Of random numbers."""
+
+    def held_dtype(self, *, trained: bool) -> torch.dtype:
+        """Of what a rank holds of a parameter: nothing is added to a frozen one, so that it needs no wider master."""
+        return self.master_dtype if trained else self.dtype

@@ -159,8 +159,9 @@ class _Projections(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.group, ctx.sequence = group, sequence
-        ctx.biased = [bias is not None for bias in biases]
-        ctx.save_for_backward(tensor, *weights)
+        # What no gradient needs is not kept: the input where the weights are frozen.
+        entered, trained = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3::2])
+        ctx.save_for_backward(tensor if trained else None, *(weight if entered else None for weight in weights))
         whole = operators.gathered(tensor, group) if sequence else tensor
         pairs = zip(weights, biases, strict=True)
         return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
@@ -168,19 +169,24 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        again = operators.SequenceAllGather(tensor, ctx.group) if ctx.sequence else None
-        by_input = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            by_input += gradient @ weight
-        total = (
-            operators.SequenceReduceScatter(by_input, ctx.group)
-            if ctx.sequence
-            else collectives.AllReduce(by_input, ctx.group)
-        )
-        del by_input
-        whole = (tensor if again is None else again.result()).flatten(0, -2)
+        entered, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        reads = any(trained[::2])  # for the gradient of a weight
+        again = operators.SequenceAllGather(tensor, ctx.group) if ctx.sequence and reads else None
+        total: operators.SequenceReduceScatter | collectives.AllReduce | None = None
+        if entered:
+            by_input = gradients[0] @ weights[0]
+            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+                by_input += gradient @ weight
+            total = (
+                operators.SequenceReduceScatter(by_input, ctx.group)
+                if ctx.sequence
+                else collectives.AllReduce(by_input, ctx.group)
+            )
+            del by_input
+        whole = (tensor if again is None else again.result()).flatten(0, -2) if reads else None
         by_parameters: list[Tensor | None] = []
-        for gradient, biased in zip(gradients, ctx.biased, strict=True):
+        for gradient, weight_trained, bias_trained in zip(gradients, trained[::2], trained[1::2], strict=True):
             flat = gradient.flatten(0, -2)
-            by_parameters += [flat.t() @ whole, flat.sum(0) if biased else None]
-        return total.result(), None, None, *by_parameters
+            by_parameters.append(flat.t() @ whole if weight_trained and whole is not None else None)
+            by_parameters.append(flat.sum(0) if bias_trained else None)
+        return None if total is None else total.result(), None, None, *by_parameters
