@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelSpec
@@ -31,10 +31,16 @@ def plan(
     divided into layers, or facts: for a model of your own those that :func:`galvatron.describe` traces. Options are
     those of the command line:
     ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
-    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Raises
+    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Parameters
+    of a model in memory whose ``requires_grad`` is False are planned as frozen. Raises
     :class:`galvatron.Infeasible` with advice when nothing fits.
     """
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
+    if hasattr(model, "named_parameters"):
+        from galvatron.families.tuning import frozen_parts
+
+        said = [setup.get("freeze") or "", *frozen_parts(cast("nn.Module", model))]
+        setup["freeze"] = ",".join(each for each in said if each) or None
     if cluster == "auto":
         from galvatron.measure.auto import request_here
 

@@ -11,14 +11,18 @@ import torch
 from bf16_oracle import excess
 from longer import longer
 from oracle import Case, Record, batches, stock_model, trained
-from parity import Trained, difference, plan_for, run, spec_of
+from parity import Trained, cluster_of, difference, plan_for, run, spec_of
 from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
 from traffic import Sent, Traffic
 
 import galvatron
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, PlanMismatch
+from galvatron.core.spec import Training, schedule_named
+from galvatron.measure.models import load_any_model
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +212,25 @@ def test_freezing_later_is_refused(strategy: str) -> None:
         assert "model.embed_tokens.weight: was unfrozen after parallelize" in said[0]
         assert "lm_head.weight: was frozen after parallelize" in said[1]
         assert "all of its parameters are frozen" in said[2]
+
+
+def _by_the_plan(case: _Frozen, plan: galvatron.Plan) -> tuple[set[str], str]:
+    """On a rank: what is frozen in a model that the plan makes, and what is said of one that trains it all."""
+    frozen = {local.name for local in galvatron.parallelize(None, plan, device="cpu").locals if not local.trained}
+    try:
+        galvatron.parallelize(stock_model(case), plan, device="cpu")
+    except PlanMismatch as error:
+        return frozen, str(error)
+    return frozen, ""
+
+
+def test_a_plan_knows_what_is_frozen() -> None:
+    case = _Frozen(config=_LLAMA, stages=[["dp2"] * 4], batch=4)
+    training = Training(dropout=False, sequence_length=8, freeze=("model.layers.0.mlp", "model.norm"))
+    request = Request(
+        model=load_any_model(_LLAMA, training), cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b")
+    )
+    expected = {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} | {"model.norm.weight"}
+    for frozen, said in ranks(2).run(_by_the_plan, case, priced(request, case.stages, micro_batches=1)):
+        assert frozen == expected
+        assert "model.layers.0.mlp.gate_proj.weight trains, but the plan was made for one in which it is frozen" in said

@@ -8,6 +8,7 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
+from galvatron.core.spec.tuning import stock_kind
 from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
@@ -45,7 +46,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
         raise InvalidInput(
             "model: all of its parameters are frozen, so there is nothing to train; unfreeze some of them"
         )
-    planned = [layer.layer for stage in plan.stages for layer in stage.layers]
+    planned = [stock_kind(layer.layer) for stage in plan.stages for layer in stage.layers]
     kinds = [layer.kind for layer in layered.layers]
     if planned != kinds:
         pairs = enumerate(zip(planned, kinds, strict=False))
@@ -55,7 +56,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
     ours = {kind.name: kind for kind in kinds_of(plan, layered)}
-    for kind in plan.model.kinds:
+    for kind in (kind.untuned() for kind in plan.model.kinds):
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
                 f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
@@ -65,7 +66,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
         for place, layer in enumerate(stage.layers):
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
             strategy = Strategy.parse(layer.strategy)
-            _check_degree(ours[layer.layer], field, strategy)
+            _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             check_experts(layered, layer.index, field, strategy)
 
 
@@ -79,8 +80,9 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
     config: Any = getattr(layered.model, "config", None)
     if not isinstance(layered, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
-        return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
-    planned = {kind.name: kind for kind in plan.model.kinds}
+        training = plan.model.training.untuned()
+        return model_of_config(content, Path("model.config"), plan.model.name, training).kinds
+    planned = {stock_kind(kind.name): kind for kind in plan.model.kinds}
     counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
     return tuple(
         LayerSpec(

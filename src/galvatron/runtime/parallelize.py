@@ -18,6 +18,7 @@ from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights
+from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
@@ -95,6 +96,7 @@ def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype 
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
     if isinstance(model, nn.Module) and not any(buffer.is_meta for buffer in model.buffers()):
+        check_frozen(model, plan.model.training)
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
         return empty
     config: Any = plan.model.config if model is None else getattr(model, "config", model)
@@ -103,7 +105,9 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
             f"plan: model {plan.model.name!r} was described by figures alone (model.config is null), so it cannot be "
             "built; give parallelize the model or its configuration"
         )
-    return build_meta(config, plan.model.training, as_named=plan.model.family == "generic")
+    stock = build_meta(config, plan.model.training, as_named=plan.model.family == "generic")
+    freeze(stock, plan.model.training)
+    return stock
 
 
 def _weights(layered: LayeredModel, model: Model, source: str | Path | Weights | None, seed: int) -> Weights:

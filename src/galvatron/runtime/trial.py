@@ -74,7 +74,11 @@ def tiny_copy(model: Any, degree: int, training: Training, *, experts: int = 1) 
     and so many of EP divide; raises :class:`NotChecked` if there is none."""
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
-    return random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
+    tiny = random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
+    frozen = {name for name, own in model.named_parameters() if not own.requires_grad}
+    for name, own in tiny.named_parameters():
+        own.requires_grad_(name not in frozen)
+    return tiny
 
 
 def _itself(model: Any, training: Training) -> nn.Module:
@@ -124,7 +128,7 @@ def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFun
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
     batches = trial_batches(layered, model, (rows * count, _length(plan)), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)
-    training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
+    training = replace(plan.model.training.untuned(), precision=Precision.FP32, dropout=False)
     if "input_ids" in batches["plain"]:
         training = replace(training, sequence_length=batches["plain"]["input_ids"].shape[1])
     plan = replace(plan, model=replace(plan.model, training=training, config=None))

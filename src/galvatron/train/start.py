@@ -18,7 +18,7 @@ from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import request_for
+from galvatron.planner.plan.setup import request_for, training_of
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
 from galvatron.train.metrics import check_sinks
@@ -197,10 +197,19 @@ def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
 
 
 def _check_optimizer(asked: Asked, plan: Plan) -> None:
-    """A plan has room for one optimizer; another would need more memory, or a plan that uses what is left."""
+    """A plan has room for one optimizer, and for what trains; another would need more memory, or a plan that uses what
+    is left."""
     wanted, planned = asked.setup.get("optimizer"), plan.model.training.optimizer
     if wanted is not None and wanted != planned:
         raise InvalidInput(f"optimizer: {wanted!r} given, but the plan is for {planned!r}; plan anew for that one")
+    asked_for, training = training_of(asked.setup), plan.model.training
+    for name in ("freeze", "train_only"):
+        patterns, frozen = getattr(asked_for, name), getattr(training, name)
+        if patterns and patterns != frozen:
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: {', '.join(patterns)} given, but the plan was made with "
+                f"{', '.join(frozen) or 'none'}; plan anew"
+            )
 
 
 def _check_runnable(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.strategy import Kind, Strategy, degree_of
+from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
 
 __all__ = [
     "DEFAULT_LONGEST",
@@ -72,14 +73,32 @@ class Training:
     """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
     optimizer: str = ADAMW.name
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters, or of modules that hold them, that do not train."""
+    train_only: tuple[str, ...] = ()
+    """Patterns of those that do, if any is given: all others do not train."""
+    lora: Lora | None = None
+    """Adapters that train, while all that the model has itself does not; None: there are none."""
+
+    @property
+    def tunes(self) -> bool:
+        """Whether some parameters are frozen."""
+        return bool(self.freeze or self.train_only or self.lora)
+
+    def untuned(self) -> Training:
+        """The same with nothing frozen and nothing added."""
+        return replace(self, freeze=(), train_only=(), lora=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. The default optimizer is left out, as it was before there were others: digests and
-        files of those plans stay the same."""
+        """As plan files have it. The default optimizer is left out, as it was before there were others, and what is not
+        frozen or added: digests and files of those plans stay the same."""
         facts = asdict(self)
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
-        return facts
+        return facts if self.tunes else {key: own for key, own in facts.items() if key not in _TUNING}
+
+
+_TUNING = frozenset({"freeze", "train_only", "lora"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +172,8 @@ class LayerSpec:
     """None: the layer cannot be split; under TP each rank computes it whole."""
     experts: Experts | None = None
     """None: a layer without experts."""
+    tuning: Tuning | None = None
+    """None: all of its parameters train, and it has no adapters."""
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -185,7 +206,28 @@ class LayerSpec:
             del facts["replicated_flops"]
         if self.experts is None:
             del facts["experts"]
+        if self.tuning is None:
+            del facts["tuning"]
         return facts
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that are not frozen."""
+        return self.parameters - (self.tuning.frozen_parameters if self.tuning else 0)
+
+    def untuned(self) -> LayerSpec:
+        """The stock model's layer that it was made of."""
+        if self.tuning is None:
+            return self
+        return replace(
+            self,
+            name=stock_kind(self.name),
+            parameters=self.parameters - self.tuning.adapter_parameters,
+            replicated_parameters=self.replicated_parameters - self.tuning.adapter_replicated_parameters,
+            forward_flops=self.forward_flops - self.tuning.adapter_flops,
+            replicated_activation_bytes=self.replicated_activation_bytes - self.tuning.adapter_activation_bytes,
+            tuning=None,
+        )
 
     @property
     def activation_bytes(self) -> int:
@@ -264,10 +306,24 @@ class ModelSpec:
         users = {kind.name for kind in self.kinds if kind.tied_parameters}
         return frozenset({*users, self.layers[0].name} if users else ())
 
+    def untuned(self) -> ModelSpec:
+        """The stock model: nothing frozen, nothing added."""
+        layers = tuple(layer.untuned() for layer in self.layers)
+        return replace(self, layers=layers, training=self.training.untuned())
+
     @cached_property
     def parameters(self) -> int:
-        """Trainable parameters, tied ones counted once."""
+        """All parameters, tied ones counted once."""
         return sum(layer.parameters - layer.tied_parameters for layer in self.layers)
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Those that are not frozen, tied ones counted once."""
+        tied = (
+            layer.tied_parameters - (layer.tuning.frozen_tied_parameters if layer.tuning else 0)
+            for layer in self.layers
+        )
+        return sum(layer.trained_parameters for layer in self.layers) - sum(tied)
 
     @cached_property
     def activation_bytes(self) -> int:

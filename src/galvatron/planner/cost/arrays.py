@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.core.spec import LAYER_SWITCHES, Axis, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec.tuning import Tuning, stock_kind
 from galvatron.planner.cost.communication import Floats, GroupLinks
 
 __all__ = [
@@ -39,6 +40,8 @@ class ExpertColumns:
     """Of the figures of each kind of layer, the part of its experts; zero for a layer without."""
 
     parameters: Floats
+    trained: Floats
+    """1 where they train, 0 where they are frozen."""
     activation_bytes: Floats
     replicated_activation_bytes: Floats
     dispatch_bytes: Floats
@@ -63,6 +66,13 @@ class LayerArrays:
     tied_parameters: Floats
     shared_parameters: Floats
     """Of the first layer: those that later layers are tied to."""
+    frozen_split_parameters: Floats
+    """Of the four, those that do not train."""
+    frozen_replicated_parameters: Floats
+    frozen_tied_parameters: Floats
+    frozen_shared_parameters: Floats
+    has_backward: Floats
+    """0 where gradients do not reach the layer, for nothing in it nor before it trains."""
     forward_s: Floats
     """Of one sample, of the part that one device computes: already divided by TP."""
     backward_s: Floats
@@ -171,8 +181,14 @@ def layer_arrays(
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]
 
+    tuning = [kind.tuning or Tuning() for kind in kinds]
     shared = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
+    frozen_shared = [max(own.frozen_tied_parameters for own in tuning), *([0] * (len(kinds) - 1))]
     whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
+    frozen_whole = [
+        own.frozen_parameters if kind.tensor_parallel is None else own.frozen_replicated_parameters
+        for kind, own in zip(kinds, tuning, strict=True)
+    ]
     experts = _expert_columns(kinds, strategies, forward_s, backward_s)
     own = np.array([bool(strategy.experts) for strategy in strategies])
     return LayerArrays(
@@ -180,6 +196,13 @@ def layer_arrays(
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
         shared_parameters=column(shared),
+        frozen_split_parameters=column(
+            [own.frozen_parameters - rest for own, rest in zip(tuning, frozen_whole, strict=True)]
+        ),
+        frozen_replicated_parameters=column(frozen_whole),
+        frozen_tied_parameters=column([own.frozen_tied_parameters for own in tuning]),
+        frozen_shared_parameters=column(frozen_shared),
+        has_backward=column([own.backward for own in tuning]),
         forward_s=np.where(own, experts.forward_s + experts.rest_forward_s, forward_s),
         backward_s=np.where(own, experts.backward_s + experts.rest_backward_s, backward_s),
         forward_fixed_s=forward_fixed_s,
@@ -228,6 +251,7 @@ def _expert_columns(
     inside = share * column("imbalance", 1.0) / np.where(splits, 1.0, tensor)
     return ExpertColumns(
         parameters=column("parameters"),
+        trained=np.array([[not (kind.tuning and kind.tuning.frozen_expert_parameters)] for kind in kinds], float),
         activation_bytes=column("activation_bytes"),
         replicated_activation_bytes=column("replicated_activation_bytes"),
         dispatch_bytes=column("dispatch_bytes"),
@@ -262,8 +286,9 @@ def _measured(
     """
     tp, sequence_parallel, sharded = variant
     overhead_s = cluster.device.layer_overhead_s
-    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
-    memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
+    tuning, measured = kind.tuning or Tuning(), stock_kind(kind.name) if kind.tuning else kind.name
+    time = profile.time_of(measured, tp, sequence_parallel=sequence_parallel) if profile else None
+    memory = profile.memory_of(measured, tp, sequence_parallel=sequence_parallel) if profile else None
     if time:
         forward_s, ratio = time.forward_s, time.backward_ratio
     else:
@@ -273,14 +298,18 @@ def _measured(
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
     least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
     more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
+    if time and tuning.adapter_flops:  # it was measured without them
+        forward_s *= kind.forward_flops / (kind.forward_flops - tuning.adapter_flops)
+    # Half of backward is for the input's gradient, half for those of the weights.
+    ratio *= tuning.backward * (1 - 0.5 * tuning.frozen_parameters / max(kind.parameters, 1))
     return (
         forward_s,
         forward_s * ratio,
         (overhead_s if fixed[0] is None else fixed[0]) + more[0],
-        (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
+        tuning.backward * ((2 * overhead_s if fixed[1] is None else fixed[1]) + more[1]),
         least[0] + more[0],
-        least[1] + more[1],
-        time.recompute_s if time else 0.0,
+        tuning.backward * (least[1] + more[1]),
+        tuning.backward * time.recompute_s if time else 0.0,
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )

@@ -21,6 +21,7 @@ __all__ = [
     "optimizer_s",
     "shared_parameters",
     "step_s",
+    "trained_parameters",
 ]
 
 
@@ -33,7 +34,8 @@ def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
 def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Backward of this many samples, with the second forward where the layer is recomputed."""
     seconds: Floats = np.maximum(samples * layers.backward_s + layers.backward_fixed_s, layers.backward_least_s)
-    return seconds + strategies.recompute * (forward_s(samples, layers) + layers.recompute_s)
+    again = strategies.recompute * layers.has_backward
+    return seconds + again * (forward_s(samples, layers) + layers.recompute_s)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
@@ -44,6 +46,15 @@ def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_he
     split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
     parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
     return parameters - strategies.own * following_experts(layers, strategies)
+
+
+def trained_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Of those, the ones that are not frozen."""
+    split = layers.frozen_split_parameters - (layers.frozen_tied_parameters if tied_here else 0)
+    frozen = split / strategies.tp.size + layers.frozen_replicated_parameters
+    apart = strategies.own * (1 - layers.experts.trained) * following_experts(layers, strategies)
+    trained: Floats = local_parameters(layers, strategies, tied_here=tied_here) - (frozen - apart)
+    return trained
 
 
 def following_experts(layers: LayerArrays, strategies: StrategyArrays) -> Floats:

@@ -77,12 +77,18 @@ class ExpertCosts:
         self._exchange_fixed_s = self._exchange_s(np.zeros(1))
         self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
         self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
-        self._each_backward_s = self._gather_s + reduce_scatter_s(self._held * GRADIENT_BYTES, groups.sdp)
-        self._with_sync_s = self._each_backward_s + all_reduce_s(self._shard * GRADIENT_BYTES, groups.dp)
+        trained, back = self._layers.experts.trained, self._layers.has_backward
+        scatter_s = trained * reduce_scatter_s(self._held * GRADIENT_BYTES, groups.sdp)
+        self._each_backward_s = back * self._gather_s + scatter_s
+        self._with_sync_s = self._each_backward_s + trained * all_reduce_s(self._shard * GRADIENT_BYTES, groups.dp)
         copy_bytes = precision.bytes * (~self._sharded & (precision is Precision.BF16))
-        self._states: Floats = self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes
-        """In bf16 a working copy stays beside the states unless SDP gathers it."""
-        self._saved_bytes = np.where(self._arrays.recompute, 0.0, self._full_bytes)
+        self._states: Floats = np.where(
+            trained > 0,
+            self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes,
+            self._shard * precision.bytes,
+        )
+        """In bf16 a working copy stays beside the states unless SDP gathers it. Of frozen ones it is all there is."""
+        self._saved_bytes = back * np.where(self._arrays.recompute, 0.0, self._full_bytes)
         self._work_bytes = self._sample_work_bytes()
 
     def layer_costs(self, micro_batch: Integers) -> LayerCosts:
@@ -106,7 +112,7 @@ class ExpertCosts:
             ep_s=samples * self._exchange_sample_s + self._exchange_fixed_s,
             sdp_s=gather_exposed + (with_scatter - backward),
             sync_s=overlapped_s(backward, self._with_sync_s, slowdown) - with_scatter,
-            optimizer_s=computation.step_s(self._shard, cluster.device, self.cost.optimizer),
+            optimizer_s=computation.step_s(columns.trained * self._shard, cluster.device, self.cost.optimizer),
         )
 
     def _exchange_s(self, samples: Floats) -> Floats:
@@ -126,7 +132,7 @@ class ExpertCosts:
             all_gather_s(tokens, self._slices),
         )
         once_s = 2 * all_to_all_s(copies, groups.ep) + all_reduce_s(copies, groups.tp) + whole_s
-        seconds: Floats = (2 + self._arrays.recompute) * once_s
+        seconds: Floats = (1 + self._layers.has_backward * (1 + self._arrays.recompute)) * once_s
         return seconds
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:

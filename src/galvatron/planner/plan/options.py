@@ -32,6 +32,8 @@ class _Sizes(TypedDict, total=False):
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]
     optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
     profile: Annotated[str | Path | None, "Measured layers (.toml)."]
+    freeze: Annotated[str | None, "Parameters that do not train: names of theirs or of modules, with *, by commas."]
+    train_only: Annotated[str | None, "Parameters that train, all others being frozen; as for --freeze."]
 
 
 class Setup(_Sizes, SwitchChoices, total=False):

@@ -69,8 +69,10 @@ def request_for(
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if not isinstance(model, ModelSpec):
         model = load(model, training)
-    elif setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
-        model = replace(model, training=replace(model.training, optimizer=training.optimizer))
+    else:
+        _reject_tuning(training, model)
+        if setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
+            model = replace(model, training=replace(model.training, optimizer=training.optimizer))
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
     most = setup.get("max_micro_batches")
     return Request(
@@ -88,6 +90,20 @@ def request_for(
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
     )
+
+
+def _reject_tuning(asked: Training, model: ModelSpec) -> None:
+    """Figures have no names of parameters: what is frozen is part of them."""
+    given = model.training
+    if asked.tunes and (asked.freeze, asked.train_only) != (given.freeze, given.train_only):
+        raise InvalidInput(
+            f"freeze: {', '.join(asked.freeze or asked.train_only)} given, but {model.name!r} is given by its figures, "
+            "of which other parameters are frozen or none; give the model's name, folder or configuration"
+        )
+
+
+def _patterns(given: str | None) -> tuple[str, ...]:
+    return tuple(pattern.strip() for pattern in (given or "").split(",") if pattern.strip())
 
 
 def _reject_unknown(setup: Setup) -> None:
@@ -145,6 +161,8 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
+        freeze=_patterns(setup.get("freeze")),
+        train_only=_patterns(setup.get("train_only")),
     )
 
 
@@ -166,7 +184,7 @@ def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile |
     given = setup.get("profile")
     if given is not None:
         profile = load_profile(given)
-        names = [kind.name for kind in model.kinds]
+        names = [kind.name for kind in model.untuned().kinds]
         if not any(profile.time_of(name) for name in names):
             raise InvalidInput(
                 f"profile {profile.name!r} has times for none of the layers of {model.name} ({', '.join(names)}); "
