@@ -155,7 +155,7 @@ class StageCosts:
         backward_count = backward_count * layers.has_backward
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
-        trains = trained > 0
+        trains = (trained > 0) | (trained == parameters)  # a layer without parameters is charged as it always was
         tp_forward = forward_count * reduce_s
         tp_again = (
             forward_count * arrays.recompute * layers.has_backward * reduce_s
