@@ -16,6 +16,7 @@ from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import LayerSpec, ModelSpec, Training
 from galvatron.core.spec.tuning import Tuning
 from galvatron.families.layer import Layer, LayeredModel
+from galvatron.families.lora import adapter_of, is_adapter, plain_name
 from galvatron.families.rules import Columns, Rows, Table, Vocabulary
 
 __all__ = ["check_frozen", "freeze", "frozen_parts", "tuned"]
@@ -62,7 +63,10 @@ def frozen_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _frozen(model: nn.Module, training: Training) -> set[nn.Parameter]:
-    """A tied weight is frozen where any of its names is; it trains only if one of them is to."""
+    """A tied weight is frozen where any of its names is; it trains only if one of them is to. With adapters, all else
+    is frozen."""
+    if training.lora is not None:
+        return {own for name, own in model.named_parameters() if not is_adapter(name)}
     names: dict[nn.Parameter, list[str]] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         names.setdefault(own, []).append(name)
@@ -77,7 +81,7 @@ def _frozen(model: nn.Module, training: Training) -> set[nn.Parameter]:
     frozen = {own for own, found in names.items() if any(_fits(name, training.freeze) for name in found)}
     if training.train_only:
         frozen |= {own for own, found in names.items() if not any(_fits(name, training.train_only) for name in found)}
-    if len(frozen) == len(names):
+    if len(frozen) == len(names) and not training.lora:
         raise InvalidInput("freeze: all parameters of the model are frozen, so there is nothing to train; freeze fewer")
     return frozen
 
@@ -107,14 +111,15 @@ def tuned(spec: ModelSpec, layered: LayeredModel, training: Training) -> ModelSp
     for index, (layer, facts) in enumerate(zip(layered.layers, spec.layers, strict=True)):
         tied = [use.name for use in later if use.layer == index]
         own = _tuning(layer, facts, tied, backward=index >= layered.first_trained)
-        layers.append(facts if own == Tuning() else replace(facts, name=_named(facts, own, named), tuning=own))
+        own = _with_adapters(own, layer, facts, spec.training)
+        layers.append(facts if own == Tuning() else _with(facts, own, _named(facts, own, named)))
     return replace(
         spec, layers=tuple(layers), training=replace(training, sequence_length=spec.training.sequence_length)
     )
 
 
 def _tuning(layer: Layer, facts: LayerSpec, tied: Sequence[str], *, backward: bool) -> Tuning:
-    frozen = {name: own.numel() for name, own in layer.named_parameters() if not own.requires_grad}
+    frozen = {plain_name(name): own.numel() for name, own in layer.named_parameters() if not own.requires_grad}
     split = split_parameters(layer)
     # No more than the facts have: those count small tables, which all blocks of a stack share, once.
     count = min(sum(frozen.values()), facts.parameters)
@@ -132,6 +137,41 @@ def _tuning(layer: Layer, facts: LayerSpec, tied: Sequence[str], *, backward: bo
     )
 
 
+def _with_adapters(own: Tuning, layer: Layer, facts: LayerSpec, training: Training) -> Tuning:
+    """What low-rank adapters add: two thin products, and what lies between them."""
+    columns = {rule.path for rule in layer.rules if isinstance(rule, Columns)}
+    rows = {rule.path for rule in layer.rules if isinstance(rule, Rows)}
+    count, whole, ranks, width = 0, 0, 0, 1
+    for path, module in layer.named_modules():
+        adapter = adapter_of(module)
+        if adapter is None:
+            continue
+        down, up = adapter.down.weight.numel(), adapter.up.weight.numel()
+        count += down + up
+        whole += (0 if path in rows else down) + (0 if path in columns else up)
+        ranks, width = ranks + adapter.down.out_features, adapter.down.in_features if not ranks else width
+    tokens = training.sequence_length or max(1, facts.boundary_bytes // training.precision.bytes // width)
+    return replace(
+        own,
+        adapter_parameters=count,
+        adapter_replicated_parameters=0 if facts.tensor_parallel is None else whole,
+        adapter_flops=2 * tokens * count,
+        adapter_activation_bytes=tokens * ranks * training.precision.bytes,
+    )
+
+
+def _with(facts: LayerSpec, own: Tuning, name: str) -> LayerSpec:
+    return replace(
+        facts,
+        name=name,
+        parameters=facts.parameters + own.adapter_parameters,
+        replicated_parameters=facts.replicated_parameters + own.adapter_replicated_parameters,
+        forward_flops=facts.forward_flops + own.adapter_flops,
+        replicated_activation_bytes=facts.replicated_activation_bytes + own.adapter_activation_bytes,
+        tuning=own,
+    )
+
+
 def split_parameters(layer: Layer) -> frozenset[str]:
     """Names of the parameters of a layer that tensor parallelism divides."""
     ends = {Columns: ("weight", "bias"), Rows: ("weight",), Vocabulary: ("weight",)}
@@ -146,6 +186,7 @@ def _named(facts: LayerSpec, own: Tuning, named: dict[tuple[str, Tuning], str]) 
     if (facts.name, own) not in named:
         all_ = own.frozen_parameters >= facts.parameters
         label = ("passed" if own.backward else "frozen") if all_ else "partly"
+        label = "lora" if own.adapter_parameters else label
         alike = sum(name.rstrip("0123456789") == f"{facts.name}+{label}" for name in named.values())
         named[facts.name, own] = f"{facts.name}+{label}{alike + 1 if alike else ''}"
     return named[facts.name, own]

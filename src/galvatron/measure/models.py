@@ -37,6 +37,7 @@ def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
         )
     try:
         from galvatron.families.build import build_meta
+        from galvatron.families.lora import add_adapters
         from galvatron.families.registry import layered_model
         from galvatron.families.tuning import freeze, tuned
     except ImportError as error:
@@ -45,10 +46,11 @@ def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
             "not installed; install galvatron[torch]"
         ) from None
     model = build_meta(spec.config, spec.training, as_named=spec.family == "generic")
+    if training.lora is not None:
+        add_adapters(model, training.lora)
     freeze(model, training)
-    return tuned(
-        spec, layered_model(model), replace(spec.training, freeze=training.freeze, train_only=training.train_only)
-    )
+    asked = replace(spec.training, freeze=training.freeze, train_only=training.train_only, lora=training.lora)
+    return tuned(spec, layered_model(model), asked)
 
 
 def _load(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:

@@ -13,6 +13,7 @@ from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import LayeredModel
+from galvatron.families.lora import is_adapter
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
@@ -56,6 +57,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
     ours = {kind.name: kind for kind in kinds_of(plan, layered)}
+    _check_adapters(plan, layered)
     for kind in (kind.untuned() for kind in plan.model.kinds):
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
@@ -68,6 +70,20 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             strategy = Strategy.parse(layer.strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             check_experts(layered, layer.index, field, strategy)
+
+
+def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
+    """The model must have the adapters that the plan counts on."""
+    kinds = {kind.name: kind.tuning for kind in plan.model.kinds}
+    for layer, own in zip((layer for stage in plan.stages for layer in stage.layers), layered.layers, strict=True):
+        tuning = kinds.get(layer.layer)
+        planned = 0 if tuning is None else tuning.adapter_parameters
+        found = sum(each.numel() for name, each in own.named_parameters() if is_adapter(name))
+        if found != planned and layer.layer in kinds:
+            raise PlanMismatch(
+                f"model: adapters of its layer {layer.index} ({own.kind}) have {found:,} parameters, those in the plan "
+                f"{planned:,}; plan again for this model (galvatron.plan(peft_model), or --lora)"
+            )
 
 
 def _at(kinds: list[str], place: int) -> str:
@@ -83,7 +99,10 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
         training = plan.model.training.untuned()
         return model_of_config(content, Path("model.config"), plan.model.name, training).kinds
     planned = {stock_kind(kind.name): kind for kind in plan.model.kinds}
-    counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
+    counts = {
+        layer.kind: sum(own.numel() for name, own in layer.named_parameters() if not is_adapter(name))
+        for layer in layered.layers
+    }
     return tuple(
         LayerSpec(
             name=name,

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, Precision, Strategy, Training, degree_of, factor_by_factor
+from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction, shortened
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
+from galvatron.families.lora import add_adapters, lora_of
 from galvatron.families.registry import layered_model
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
@@ -75,10 +77,24 @@ def tiny_copy(model: Any, degree: int, training: Training, *, experts: int = 1) 
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
     tiny = random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
+    lora = lora_of(model)
+    if lora is not None:
+        _adapt(tiny, lora)
     frozen = {name for name, own in model.named_parameters() if not own.requires_grad}
     for name, own in tiny.named_parameters():
         own.requires_grad_(name not in frozen)
     return tiny
+
+
+def _adapt(model: nn.Module, lora: Lora) -> None:
+    """Give it adapters with values that hide nothing."""
+    add_adapters(model, lora)
+    generator = torch.Generator().manual_seed(_SEED)
+    for module in model.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.is_meta:
+                values = torch.randn(own.shape, generator=generator) * 0.1
+                setattr(module, name, nn.Parameter(values, requires_grad=own.requires_grad))
 
 
 def _itself(model: Any, training: Training) -> nn.Module:

@@ -52,6 +52,8 @@ class Settings:
     """Threads that prepare batches beside each rank; 0: the rank itself does, between steps."""
     weights: str | None = None
     """A folder of safetensors to start from."""
+    adapters: str | None = None
+    """A folder of low-rank adapters, as peft writes it, to start from."""
     evaluate_every: int | None = None
     """Steps between evaluations on held-out samples; None: never."""
     held_out: float = 0.05

@@ -29,6 +29,7 @@ from galvatron.core.spec import (
     optimizer_named,
     schedule_named,
 )
+from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.core.units import parse_bytes
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
@@ -95,11 +96,27 @@ def request_for(
 def _reject_tuning(asked: Training, model: ModelSpec) -> None:
     """Figures have no names of parameters: what is frozen is part of them."""
     given = model.training
-    if asked.tunes and (asked.freeze, asked.train_only) != (given.freeze, given.train_only):
+    if asked.tunes and asked != replace(asked, freeze=given.freeze, train_only=given.train_only, lora=given.lora):
         raise InvalidInput(
-            f"freeze: {', '.join(asked.freeze or asked.train_only)} given, but {model.name!r} is given by its figures, "
-            "of which other parameters are frozen or none; give the model's name, folder or configuration"
+            f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
+            "other parameters are frozen or none; give the model's name, folder or configuration"
         )
+
+
+def _lora(setup: Setup) -> Lora | None:
+    rank, alpha, targets = setup.get("lora"), setup.get("lora_alpha"), setup.get("lora_targets")
+    if rank is None:
+        for name in ("lora_alpha", "lora_targets"):
+            if setup.get(name) is not None:
+                raise InvalidInput(f"{name.replace('_', '-')}: given without a rank; give --lora too, or drop it")
+        return None
+    for name in ("freeze", "train_only"):
+        if setup.get(name):
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: given together with --lora, which freezes all but the adapters; drop it"
+            )
+    chosen = _patterns(targets) if targets is not None else (ALL_LINEAR,)
+    return Lora(rank=rank, alpha=2.0 * rank if alpha is None else float(alpha), targets=chosen)
 
 
 def _patterns(given: str | None) -> tuple[str, ...]:
@@ -163,6 +180,7 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
         freeze=_patterns(setup.get("freeze")),
         train_only=_patterns(setup.get("train_only")),
+        lora=_lora(setup),
     )
 
 

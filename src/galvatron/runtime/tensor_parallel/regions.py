@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from galvatron.families.lora import Adapter
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["Entrance", "Readers", "SplitColumns", "SplitRows"]
+__all__ = ["Adapted", "Entrance", "Readers", "SplitColumns", "SplitRows"]
 
 
 class _Split(nn.Module):
@@ -32,10 +33,35 @@ class _Split(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.group, self.transposed = group, transposed
+        self.adapter: Callable[[], Adapter] | None = None
 
     @property
     def matrix(self) -> Tensor:
         return self.weight.t() if self.transposed else self.weight
+
+
+class Adapted(nn.Module):
+    """A split projection with its low-rank adapter, under peft's names: W x + scaling · B A x.
+
+    Behind columns, A is whole and B split by rows. Behind rows, A is split by columns and B whole: the product of B and
+    a rank's part of A x is a part of the sum that is made anyway.
+    """
+
+    def __init__(self, projection: _Split, adapter: Adapter) -> None:
+        super().__init__()
+        self.base_layer = projection
+        self.lora_A = nn.ModuleDict({"default": adapter.down})
+        self.lora_B = nn.ModuleDict({"default": adapter.up})
+        projection.adapter = lambda: adapter
+
+    @property
+    def weight(self) -> Tensor:
+        """For models that ask a projection for the type of its weight."""
+        return self.base_layer.weight
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output: Tensor = self.base_layer(tensor)
+        return output
 
 
 class SplitColumns(_Split):
@@ -84,6 +110,10 @@ class SplitRows(_Split):
         if self.takes_whole:
             tensor = operators.slice_features(tensor, self.group)
         partial = functional.linear(tensor, self.matrix)
+        if self.adapter is not None:
+            own = self.adapter()
+            low = functional.linear(tensor, own.down.weight)
+            partial = partial + own.scaling * functional.linear(low, own.up.weight)
         reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
         total = reduce_from_region(partial, self.group)
         return total if self.bias is None else total + self.bias
@@ -141,9 +171,18 @@ class Entrance:
 def _project(
     tensor: Tensor, group: ProcessGroup, readers: Sequence[SplitColumns], *, sequence: bool = False
 ) -> dict[SplitColumns, Tensor]:
+    adapters = [None if reader.adapter is None else reader.adapter() for reader in readers]
     parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
-    outputs = _Projections.apply(tensor, group, sequence, *parameters)
-    return dict(zip(readers, outputs, strict=True))
+    for adapter in adapters:
+        parameters += [] if adapter is None else [adapter.down.weight, None]
+    outputs = list(_Projections.apply(tensor, group, sequence, *parameters))
+    projected = dict(zip(readers, outputs, strict=False))
+    low = iter(outputs[len(readers) :])
+    for reader, adapter in zip(readers, adapters, strict=True):
+        if adapter is not None:
+            added = functional.linear(next(low), adapter.up.weight)
+            projected[reader] = projected[reader] + adapter.scaling * added
+    return projected
 
 
 class _Projections(torch.autograd.Function):

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
+from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta
+from galvatron.families.lora import is_adapter
 from galvatron.families.saved import saved_names
 from galvatron.runtime.model import ParallelModel
+from galvatron.train.checkpoints.adapters import lora_of_plan, merged, merged_shapes, write_adapters
 from galvatron.train.checkpoints.folder import Saved
 from galvatron.train.checkpoints.manifest import Manifest, SavedTensor, read_chunk
 from galvatron.train.checkpoints.storage import as_bytes, as_tensor
@@ -32,23 +35,36 @@ _TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 """Names of types in safetensors."""
 
 
-def export(checkpoint: Saved, out: str | Path) -> None:
-    """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read."""
+def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False) -> None:
+    """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read.
+
+    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does.
+    """
     manifest = Manifest.read(checkpoint.path)
-    parameters = manifest.parameters
-    dtypes = {getattr(torch, own.dtype) for own in parameters.values()}
-    facts = _facts(manifest.plan, {name: own.shape for name, own in parameters.items()}, dtypes.pop())
-    _write(facts, ((name, _whole(checkpoint.path, own)) for name, own in parameters.items()), Path(out))
+    parameters = {name: own for name, own in manifest.parameters.items() if not adapters or is_adapter(name)}
+    # What is frozen may be narrower than what trains: all is written in the widest type.
+    dtype = max((getattr(torch, own.dtype) for own in parameters.values()), key=lambda own: own.itemsize, default=None)
+    tensors = ((name, _whole(checkpoint.path, own)) for name, own in parameters.items())
+    if adapters:
+        write_adapters(manifest.plan, tensors, Path(out))
+        return
+    assert dtype is not None
+    facts = _facts(manifest.plan, {name: own.shape for name, own in parameters.items()}, dtype)
+    _write(facts, facts.stock_tensors(tensors), Path(out))
 
 
-def export_model(model: ParallelModel, out: str | Path) -> None:
-    """Write the weights of a model as it is now; call it on every rank. Rank 0 writes."""
+def export_model(model: ParallelModel, out: str | Path, *, adapters: bool = False) -> None:
+    """Write the weights of a model as it is now; call it on every rank. Rank 0 writes. Low-rank adapters are merged,
+    unless they alone are to be written."""
     whole = model.whole_parameters()
 
     def write() -> None:
-        if model.rank == 0:
-            facts = _facts(model.plan.to_dict(), model.shapes, next(model.parameters()).dtype)
-            _write(facts, whole, Path(out))
+        if model.rank == 0 and adapters:
+            write_adapters(model.plan.to_dict(), whole, Path(out))
+        elif model.rank == 0:
+            dtype = max((own.dtype for own in model.parameters()), key=lambda own: own.itemsize)
+            facts = _facts(model.plan.to_dict(), model.shapes, dtype)
+            _write(facts, facts.stock_tensors(whole), Path(out))
 
     def write_and_go_on() -> None:
         try:
@@ -70,6 +86,12 @@ class _Facts:
     """In the files, by the stock model's; in the order they are written."""
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
+    stock: Any
+    lora: Lora | None
+
+    def stock_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """As the stock model has them, from those of the model that trained."""
+        return tensors if self.lora is None else merged(tensors, self.lora, self.stock)
 
     def bytes(self, name: str) -> int:
         return torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
@@ -86,7 +108,9 @@ def _facts(plan: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype
     dtype_name = str(dtype).removeprefix("torch.")
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
-    return _Facts(config=config, names=saved_names(stock, list(shapes)), shapes=shapes, dtype=dtype)
+    shapes = merged_shapes(shapes)
+    names = saved_names(stock, list(shapes))
+    return _Facts(config=config, names=names, shapes=shapes, dtype=dtype, stock=stock, lora=lora_of_plan(plan))
 
 
 def _whole(folder: Path, saved: SavedTensor) -> Tensor:
@@ -150,7 +174,7 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
         file.write(text)
         for name, (given, tensor) in zip(names, coming, strict=False):
             assert name == given
-            file.write(as_bytes(tensor.detach().to("cpu").contiguous()))
+            file.write(as_bytes(tensor.detach().to("cpu", facts.dtype).contiguous()))
 
 
 def _index(facts: _Facts, shards: list[list[str]], files: list[str]) -> str:
