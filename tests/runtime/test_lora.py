@@ -105,6 +105,19 @@ def test_families(family: str, targets: tuple[str, ...], stages: list[list[str]]
     _check(_Adapted(config=config(family), stages=stages, targets=targets, batch=4))
 
 
+_QWEN = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [[["tp2"] * 4], longer([["sdp2"] * 2, ["tp2"] * 2])])
+def test_a_model_of_no_family(stages: list[list[str]]) -> None:
+    """Which is compared with a tiny copy that has adapters too, before it trains."""
+    _check(_Adapted(config=_QWEN, stages=stages, batch=4, dtype=torch.float32))
+
+
 # Files
 
 
