@@ -153,7 +153,7 @@ def _f_sums_no_gradients() -> Patches:
 
 @mutant
 def _g_sums_no_outputs() -> Patches:
-    yield patch.object(operators._ReduceFromRegion, "forward", staticmethod(lambda ctx, tensor, group: tensor.clone()))
+    yield patch.object(operators.reduce_from_region, "forward", lambda tensor, group: tensor.clone())
 
 
 @mutant
@@ -172,10 +172,10 @@ def _sequence_parallel_norms_keep_partial_gradients() -> Patches:
 
 @mutant
 def _gathered_sequences_sum_their_gradients() -> Patches:
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return operators.SequenceReduceScatter(gradient.contiguous(), ctx.group).result(), None
+    def backward(gradient: Tensor, group: Any) -> Tensor:
+        return operators.SequenceReduceScatter(gradient.contiguous(), group).result()
 
-    yield patch.object(operators._GatherSequence, "backward", staticmethod(backward))
+    yield patch.object(operators.gather_sequence, "backward", backward)
 
 
 @mutant

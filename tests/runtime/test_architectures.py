@@ -64,6 +64,8 @@ def _plan(kind: str, stages: int) -> Plan:
     for layer in layered.layers:
         strategy = next(turns)
         chosen.append(strategy if layer.rules or "tp" not in strategy else whole)
+    if layered.layers[-1].projection is not None:  # its strategy without other flags
+        chosen[-1] = f"{chosen[-1].partition('+')[0]}+fl"
     middle = len(chosen) // 2
     return unpriced(facts_of(layered, training, kind), [chosen] if stages == 1 else [chosen[:middle], chosen[middle:]])
 

@@ -8,6 +8,7 @@ import typer
 
 from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.options import help_of
 
 __all__ = ["app"]
 
@@ -61,6 +62,7 @@ def model_command(
     attention: opt.AttentionKind = None,
     dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help=help_of("compile"))] = None,
     output: Output = None,
     rounds: RoundsOption = 5,
     fresh: Fresh = False,
@@ -82,11 +84,13 @@ def model_command(
 
     _check(output)
     degrees = _degrees(tp_degrees)
-    setup = Setup(precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length)
+    setup = Setup(
+        precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length, compile=compiled
+    )
     with virtual_gpus(virtual):
         with shown_progress("cluster") as progress:
             where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
-        spec = load_any_model(model, training_of(setup, where.device.precision))
+        spec = load_any_model(model, training_of(setup, where.device))
         with shown_progress(spec.name) as progress:
             profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():

@@ -52,6 +52,9 @@ class Layer(nn.Module, ABC):
         """How tensor parallelism splits it; empty: each tensor-parallel rank computes it whole."""
         self.experts: DividedExperts | None = None
         """What expert parallelism divides; None: nothing."""
+        self.projection: str | None = None
+        """Of a head: the module whose outputs, the logits, go into ``loss`` and nowhere else, so that the two can be
+        fused; None: they cannot."""
         self._stock_names = {attribute: name for attribute, (name, _) in modules.items()}
         for attribute, (_, module) in modules.items():
             self.add_module(attribute, module)

@@ -122,6 +122,7 @@ def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading])
         fp32_flops_per_s=_rate(facts.layer_flops, readings[DeviceProbe.FP32].seconds),
         bf16_flops_per_s=_rate(facts.layer_flops, bf16.seconds) if bf16 else None,
         layer_overhead_s=_rounded(min(readings[DeviceProbe.OVERHEAD].seconds, 1.0)),
+        compiles=findings.backend == "nccl",
     )
 
 
@@ -164,7 +165,7 @@ def _rate(amount: float, slope: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To three factors: what was measured is no better, and people read it."""
+    """To three digits: what was measured is no better, and people read it."""
     return float(f"{value:.3g}")
 
 

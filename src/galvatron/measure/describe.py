@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import Experts, FusedLoss, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.layers import Bridge, Embedding
@@ -185,7 +185,19 @@ def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorPara
         transient_bytes=whole.largest * 3 // 2 + whole.boundary,
         tensor_parallel=tensor,
     )
-    return replace(spec, experts=_experts(layer, spec, whole.experts, half.experts))
+    return replace(
+        spec, experts=_experts(layer, spec, whole.experts, half.experts), fused_loss=_fused_loss(layer, whole)
+    )
+
+
+def _fused_loss(layer: Layer, whole: _Traced) -> FusedLoss | None:
+    """Log-probabilities in fp32 are what a head then does not save."""
+    if layer.projection is None:
+        return None
+    weight = layer.get_parameter(f"{layer.projection}.weight")
+    words, width = weight.shape
+    logits = whole.message // (width * weight.element_size()) * words
+    return FusedLoss(logits=logits, saved_bytes=logits * Precision.FP32.bytes, parameters=weight.numel())
 
 
 def _divided(all_: int, of_one: int) -> int:

@@ -187,5 +187,5 @@ def _memory(variant: Variant, weighed: Sequence[LayerBytes]) -> LayerMemory:
 
 
 def _rounded(value: float) -> float:
-    """To four factors: what was measured is no better, and people read it."""
+    """To four digits: what was measured is no better, and people read it."""
     return float(f"{value:.4g}")

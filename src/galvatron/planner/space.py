@@ -204,7 +204,11 @@ class Space:
         ]
         choices = product((False, True), repeat=len(usable))
         flagged: list[dict[str, Any]] = [dict(zip(usable, choice, strict=True)) for choice in choices]
-        return [replace(path, **flags) for flags in flagged]
+        return [replace(path, **flags) for flags in flagged if not _contradictory(flags)]
+
+
+def _contradictory(flags: dict[str, Any]) -> bool:
+    return any(flags.get(switch.name) and flags.get(other) for switch in LAYER_SWITCHES for other in switch.without)
 
 
 def _forbidden(strategy: Strategy) -> bool:

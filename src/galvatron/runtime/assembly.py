@@ -18,12 +18,14 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
+from galvatron.runtime.compiled import compiler
 from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
+from galvatron.runtime.fused_loss import fuse
 from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, coordinate, layer_groups, tie_group
 from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
 from galvatron.runtime.pipeline.stage import Stage, StageLayer
@@ -110,6 +112,8 @@ class _Assembler:
         tensor = self._tensor_group(strategy, randomness)
         stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
         splits, partial = self._split(layer, strategy, tensor, shared)
+        if strategy.fused_loss:
+            fuse(layer, tensor, compiled=self.settings.compile)
         part = _Part(
             index=index, layer=layer, strategy=strategy, stage_layer=stage_layer, tensor=tensor, splits=splits,
             partial=partial, used_later=self._used_later(index), values=values,
@@ -118,6 +122,8 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
+        if self.settings.compile:
+            compiler().compile(layer)
         return stage_layer
 
     # Who computes what

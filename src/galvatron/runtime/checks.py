@@ -70,6 +70,11 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             strategy = Strategy.parse(layer.strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             check_experts(layered, layer.index, field, strategy)
+            if strategy.fused_loss and layered.layers[layer.index].projection is None:
+                raise InvalidInput(
+                    f"{field}: {layer.strategy!r} fuses projection and loss, but this layer has none that can be: the "
+                    "model changes its logits, or they are not its last step; leave +fl out"
+                )
 
 
 def _check_adapters(plan: Plan, layered: LayeredModel) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, ReduceOp
 
 # Named anew in torch 2.13, where the old names warn.
@@ -25,6 +26,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "group_named",
     "maximum",
     "reduce_scatter",
     "reduce_scatter_into",
@@ -97,6 +99,11 @@ def maximum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Elementwise maximum over the group, in place."""
     dist.all_reduce(tensor, op=ReduceOp.MAX, group=group)
     return tensor
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group that has this name in this process: a compiled graph knows it by that."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def all_gather_object(value: Any, device: torch.device) -> list[Any]:

@@ -26,6 +26,7 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
+from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.settings import ComputeSettings
@@ -105,11 +106,13 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
 
 def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
+    place = own_device() if device is None else torch.device(device)
     return ComputeSettings(
-        device=own_device() if device is None else torch.device(device),
+        device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
+        compile=compiles(plan.model.training.compile, place),
     )
 
 

@@ -20,6 +20,8 @@ class ComputeSettings:
     """Of masters, gradients' sums and optimizer states."""
     seed: int
     """Of random numbers."""
+    compile: bool = False
+    """Whether the blocks' computation is compiled."""
 
     def held_dtype(self, *, trained: bool) -> torch.dtype:
         """Of what a rank holds of a parameter: nothing is added to a frozen one, so that it needs no wider master."""

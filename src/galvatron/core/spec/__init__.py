@@ -1,7 +1,17 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
 from galvatron.core.spec.cluster import RINGS, Cluster, Collective, Device, Level, Link, MeasuredGroup
-from galvatron.core.spec.model import Attention, Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.model import (
+    LOSS_CHUNK_CELLS,
+    Attention,
+    Experts,
+    FusedLoss,
+    LayerSpec,
+    ModelSpec,
+    Precision,
+    TensorParallel,
+    Training,
+)
 from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
 from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
@@ -26,6 +36,7 @@ __all__ = [
     "GPIPE",
     "GRADIENT_BYTES",
     "LAYER_SWITCHES",
+    "LOSS_CHUNK_CELLS",
     "ONE_F_ONE_B",
     "OPTIMIZERS",
     "RINGS",
@@ -41,6 +52,7 @@ __all__ = [
     "Experts",
     "Factor",
     "Factors",
+    "FusedLoss",
     "Kind",
     "LayerMemory",
     "LayerSpec",

@@ -38,6 +38,8 @@ class Device:
     """Achieved rate in bf16; None: the device has no bf16."""
     layer_overhead_s: float = 0.0
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
+    compiles: bool = True
+    """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
 
     def flops_per_s(self, precision: Precision) -> float:
         if precision is Precision.FP32:
@@ -248,9 +250,11 @@ class Cluster:
         return replace(self, levels=tuple(level for level in levels if level.units > 1), groups=groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. Groups do not mention an all-to-all that was not measured, as before there was one:
+        """As plan files have it. What came later and says nothing (an all-to-all that was not measured) is left out:
         digests and files stay the same."""
         facts = asdict(self)
+        if self.device.compiles:
+            del facts["device"]["compiles"]
         for group in facts["groups"]:
             if group["all_to_all_bytes_per_s"] is None:
                 del group["all_to_all_bytes_per_s"], group["all_to_all_latency_s"]

@@ -22,8 +22,10 @@ from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
 
 __all__ = [
     "DEFAULT_LONGEST",
+    "LOSS_CHUNK_CELLS",
     "Attention",
     "Experts",
+    "FusedLoss",
     "LayerSpec",
     "ModelSpec",
     "Precision",
@@ -34,6 +36,9 @@ __all__ = [
 
 DEFAULT_LONGEST = 8192
 """Tokens of a sample where nobody says how many, if the model can take more: models for 128k are trained with fewer."""
+
+LOSS_CHUNK_CELLS = 2**28
+"""Logits that exist at a time where the loss is fused: 1 GiB of them in fp32."""
 
 
 class Precision(StrEnum):
@@ -73,6 +78,8 @@ class Training:
     """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
     optimizer: str = ADAMW.name
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
+    compile: bool = False
+    """Whether the computation of each block is compiled."""
     freeze: tuple[str, ...] = ()
     """Patterns of names of parameters, or of modules that hold them, that do not train."""
     train_only: tuple[str, ...] = ()
@@ -90,9 +97,11 @@ class Training:
         return replace(self, freeze=(), train_only=(), lora=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. The default optimizer is left out, as it was before there were others, and what is not
-        frozen or added: digests and files of those plans stay the same."""
+        """As plan files have it. What came later and is not used is left out: digests and files of those plans stay the
+        same."""
         facts = asdict(self)
+        if not self.compile:
+            del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
         return facts if self.tunes else {key: own for key, own in facts.items() if key not in _TUNING}
@@ -145,6 +154,18 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FusedLoss:
+    """What a head has that can compute its loss in chunks of tokens, keeping no logits."""
+
+    logits: int
+    """Of one sample: tokens × words."""
+    saved_bytes: int
+    """Of the layer's split_activation_bytes, those that are then not saved."""
+    parameters: int
+    """Of the projection: their gradient is kept from forward to backward. Divided by TP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One layer: what the search decides about. Sizes are for one sample; embeddings and heads are layers too."""
 
@@ -174,6 +195,8 @@ class LayerSpec:
     """None: a layer without experts."""
     tuning: Tuning | None = None
     """None: all of its parameters train, and it has no adapters."""
+    fused_loss: FusedLoss | None = None
+    """None: the layer has no loss that could be fused."""
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -204,10 +227,9 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        if self.experts is None:
-            del facts["experts"]
-        if self.tuning is None:
-            del facts["tuning"]
+        for name in ("experts", "fused_loss", "tuning"):
+            if facts[name] is None:
+                del facts[name]
         return facts
 
     @property
@@ -288,6 +310,7 @@ class ModelSpec:
             kind.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and kind.allows_experts(strategy)
+            and (not strategy.fused_loss or kind.fused_loss is not None)
         )
 
     @cached_property

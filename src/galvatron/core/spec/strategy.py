@@ -171,6 +171,12 @@ class Strategy(LayerSwitches):
         for switch in LAYER_SWITCHES:
             if getattr(self, switch.name) and not switch.possible(frozenset(kinds)):
                 raise InvalidInput(f"strategy {str(self)!r}: {switch.title} (+{switch.text}) needs {switch.condition}")
+            for other in LAYER_SWITCHES:
+                if getattr(self, switch.name) and other.name in switch.without and getattr(self, other.name):
+                    raise InvalidInput(
+                        f"strategy {str(self)!r}: {switch.title} (+{switch.text}) and {other.title} (+{other.text}) "
+                        "exclude each other; leave one of them out"
+                    )
 
     def _check_experts(self) -> None:
         """Whether each device has a place among the experts, and has the tokens that its part of an expert needs."""

@@ -51,6 +51,8 @@ class Switch:
     """Axes with which a layer cannot use it."""
     space_needs: frozenset[Kind] = frozenset()
     """Kinds without which a space has no use for it: asking for it there is a mistake."""
+    without: frozenset[str] = frozenset()
+    """Other switches of a layer with which it cannot be used."""
     default: bool = True
     """Whether it is on where nobody says; in the paper's setting all are off."""
     uneven_links_only: bool = False
@@ -126,6 +128,20 @@ class LayerSwitches:
         },
     )
     """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
+    fused_loss: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="fl",
+                title="fused loss",
+                help="Loss in chunks, without keeping logits.",
+                note="loss in chunks, no logits kept",
+                without=frozenset({"recompute"}),
+                remedy="compute the loss in chunks and keep no logits",
+            )
+        },
+    )
+    """Projection and cross-entropy in chunks of tokens, gradients in the forward pass; of a head that can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +185,7 @@ class SwitchChoices(TypedDict, total=False):
     recompute: bool | None
     sequence_parallel: bool | None
     zero2: bool | None
+    fused_loss: bool | None
     hybrid_sharding: bool | None
     accumulation: bool | None
     expert_parallel: bool | None

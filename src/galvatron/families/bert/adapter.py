@@ -81,7 +81,7 @@ class _Head(Layer):
         predictions = model.cls.predictions
         super().__init__("head", stock_children("cls.predictions", predictions, "transform", "decoder"), rules)
         self.one_bias = predictions.bias is predictions.decoder.bias
-        self.loss = CrossEntropy()
+        self.loss, self.projection = CrossEntropy(), "decoder"
 
     @property
     def inputs(self) -> frozenset[str]:

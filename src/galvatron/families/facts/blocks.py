@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.model import DEFAULT_LONGEST, Attention, LayerSpec, Precision, TensorParallel, Training
+from galvatron.core.spec.model import (
+    DEFAULT_LONGEST,
+    Attention,
+    FusedLoss,
+    LayerSpec,
+    Precision,
+    TensorParallel,
+    Training,
+)
 from galvatron.families.facts.ops import FP32, Op, Split, activation, dropout, layer, layer_norm, linear
 
 __all__ = [
@@ -239,8 +247,8 @@ def language_head(ops: tuple[Op, ...], training: Training, shape: HeadShape, *, 
         tensor_parallel=collectives(tokens * hidden * element, forward=0, backward=1, sequence_divides=(tokens,)),
     )
     if paper:
-        head = replace(head, transient_bytes=int(_PAPER_LOGIT_MAPS * cells * FP32))
-    return head
+        return replace(head, transient_bytes=int(_PAPER_LOGIT_MAPS * cells * FP32))
+    return replace(head, fused_loss=FusedLoss(logits=cells, saved_bytes=cells * FP32, parameters=hidden * vocabulary))
 
 
 def paper_block(block: LayerSpec, training: Training) -> LayerSpec:

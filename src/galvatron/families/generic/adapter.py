@@ -24,6 +24,7 @@ from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
 from galvatron.families.generic.own_loss import refuse_balance_loss, refuse_capacity, refuse_layer_drop, shifts_labels
+from galvatron.families.generic.projection import fusible_projection
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
@@ -59,6 +60,7 @@ class Generic(LayeredModel):
         for _, idle in self.anatomy.modules(self.anatomy.idle).values():
             idle.requires_grad_(False)  # in one process it has no gradient, so that no optimizer touches it
         self._shifted = _shifts(model, self.anatomy, trial, loss)
+        self._fusible = fusible_projection(model, self.anatomy, self._decoder_inputs.complete(trial))
         self._stubbed = StubbedModel(model, self.anatomy.lists, self.anatomy.units)
         kinds = self._kinds()
         self.tensor_rules = find_rules(model, self.anatomy, kinds, self.context(trial, torch.float32).calls)
@@ -90,7 +92,10 @@ class Generic(LayeredModel):
             for index in range(segment.first, segment.last + 1):
                 block = model.get_submodule(anatomy.name(index))
                 layers.append(Block(anatomy, index, block, kinds[index], rules.get(kinds[index], ())))
-        return (*layers, Head(anatomy, model, last, self._shifted, loss))
+        head = Head(anatomy, model, last, self._shifted, loss)
+        if loss is None and self._fusible is not None:
+            head.fuse(self._fusible)
+        return (*layers, head)
 
     def tensor_parallel(
         self, layer: Layer, *, boundary_bytes: int = 0, tokens: int | None = None

@@ -125,6 +125,10 @@ class Head(_Around):
     def inputs(self) -> frozenset[str]:
         return self.names | {"labels"}
 
+    def fuse(self, projection: str) -> None:
+        """Say that the stock module of this name makes the logits, which go into the loss as they are."""
+        self.projection = next((own for own, name in self._stock_names.items() if name == projection), None)
+
     def forward(self, activations: Activations, context: Context) -> Activations:
         output = self.part.after(activations[0], context, training=self.training)
         if self.custom is not None:

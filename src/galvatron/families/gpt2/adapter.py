@@ -79,7 +79,7 @@ class _Head(Layer):
     def __init__(self, model: Any) -> None:
         modules = {"ln_f": ("transformer.ln_f", model.transformer.ln_f), "lm_head": ("lm_head", model.lm_head)}
         super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), VocabularyLoss("loss")))
-        self.loss = CrossEntropy()
+        self.loss, self.projection = CrossEntropy(), "lm_head"
 
     @property
     def inputs(self) -> frozenset[str]:

@@ -78,7 +78,7 @@ class _Head(Layer):
     def __init__(self, model: Any) -> None:
         modules = {"norm": ("model.norm", model.model.norm), "lm_head": ("lm_head", model.lm_head)}
         super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), VocabularyLoss("loss")))
-        self.loss = CrossEntropy()
+        self.loss, self.projection = CrossEntropy(), "lm_head"
 
     @property
     def inputs(self) -> frozenset[str]:

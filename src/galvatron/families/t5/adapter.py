@@ -129,7 +129,7 @@ class _Head(Layer):
         }
         super().__init__("head", modules, (Region("lm_head"), Columns("lm_head"), VocabularyLoss("loss")))
         self.scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else None
-        self.loss = CrossEntropy()
+        self.loss, self.projection = CrossEntropy(), "lm_head"
 
     @property
     def inputs(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.peers import Peers
 from galvatron.runtime.assembly import Assembly, RankStage, assemble
 from galvatron.runtime.batches import MicroBatch, Reader
+from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
 from galvatron.runtime.layout.slice_gather import RowAssignments
 from galvatron.runtime.settings import ComputeSettings
@@ -44,7 +45,13 @@ class Bench:
         self._layered = layered_model(stock)
         self._weights = CheapWeights(self._layered)
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
-        self._settings = ComputeSettings(device=peers.device, dtype=narrow, master_dtype=torch.float32, seed=0)
+        self._settings = ComputeSettings(
+            device=peers.device,
+            dtype=narrow,
+            master_dtype=torch.float32,
+            seed=0,
+            compile=compiles(model.training.compile, peers.device),
+        )
         self._assemblies: dict[Variant, Assembly] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._elsewhere = torch.zeros(_CACHE_BYTES[peers.device.type] // 4, device=peers.device)

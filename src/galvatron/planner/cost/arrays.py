@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import LAYER_SWITCHES, Axis, Cluster, Kind, LayerSpec, ModelProfile, ModelSpec, Strategy
+from galvatron.core.spec import (
+    GRADIENT_BYTES,
+    LAYER_SWITCHES,
+    Axis,
+    Cluster,
+    FusedLoss,
+    Kind,
+    LayerSpec,
+    ModelProfile,
+    ModelSpec,
+    Strategy,
+)
 from galvatron.core.spec.tuning import Tuning, stock_kind
 from galvatron.planner.cost.communication import Floats, GroupLinks
 
@@ -23,6 +34,7 @@ __all__ = [
     "ExpertGroups",
     "Integers",
     "LayerArrays",
+    "LossColumns",
     "Places",
     "StrategyArrays",
     "expert_groups",
@@ -55,6 +67,19 @@ class ExpertColumns:
     rest_forward_s: Floats
     """(T, S) … and the part outside them."""
     rest_backward_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossColumns:
+    """What each kind of layer has whose loss can be fused; zero for others."""
+
+    logits: Floats
+    saved_bytes: Floats
+    parameters: Floats
+    gradient_bytes: Floats
+    """Of the projection's weight, as it is kept."""
+    chunk_s: Floats
+    """Reading and writing the sum of that gradient once, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +123,7 @@ class LayerArrays:
     tp_backward_collectives: Floats
     tp_message_bytes: Floats
     experts: ExpertColumns
+    fused: LossColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
@@ -106,15 +132,16 @@ class LayerArrays:
         """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
 
         def taken(table: Any) -> Any:
+            if isinstance(table, ExpertColumns | LossColumns):
+                return type(table)(**{each.name: taken(getattr(table, each.name)) for each in fields(table)})
             return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
 
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "experts"}
-        experts = {each.name: taken(getattr(self.experts, each.name)) for each in fields(self.experts)}
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
         places = np.full(len(self.before) + 1, -1)
         places[rows] = np.arange(len(rows))
         moved = {name: places[held.pop(name)[rows]] for name in ("before", "after")}
         kept = {name: taken(each) for name, each in held.items()}
-        return LayerArrays(**kept, **moved, experts=ExpertColumns(**experts))
+        return LayerArrays(**kept, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +169,7 @@ class StrategyArrays:
     own: Bools
     """Whether the experts have axes of their own."""
     recompute: Bools
+    fused_loss: Bools
     sequence_parallel: Bools
     zero2: Bools
 
@@ -222,6 +250,7 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
+        fused=_loss_columns(model, cluster),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -262,6 +291,18 @@ def _expert_columns(
         backward_s=backward_s * inside,
         rest_forward_s=forward_s * (1 - share),
         rest_backward_s=backward_s * (1 - share),
+    )
+
+
+def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
+    facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
+    parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
+    return LossColumns(
+        logits=np.array([[own.logits] for own in facts], dtype=np.float64),
+        saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
+        parameters=parameters,
+        gradient_bytes=parameters * model.training.precision.bytes,
+        chunk_s=2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
     )
 
 

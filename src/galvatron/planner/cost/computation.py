@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron.core.spec import Device, OptimizerSpec
+from galvatron.core.spec import LOSS_CHUNK_CELLS, Device, OptimizerSpec
 from galvatron.planner.cost.arrays import LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 
@@ -32,10 +32,13 @@ def forward_s(samples: Floats, layers: LayerArrays) -> Floats:
 
 
 def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
-    """Backward of this many samples, with the second forward where the layer is recomputed."""
+    """Backward of this many samples, with the second forward where the layer is recomputed, and what a fused loss takes
+    besides: each chunk adds to the weight's gradient."""
     seconds: Floats = np.maximum(samples * layers.backward_s + layers.backward_fixed_s, layers.backward_least_s)
+    chunks = np.ceil(samples * layers.fused.logits / strategies.tp.size / LOSS_CHUNK_CELLS)
+    fused = strategies.fused_loss * chunks * layers.fused.chunk_s / strategies.tp.size
     again = strategies.recompute * layers.has_backward
-    return seconds + again * (forward_s(samples, layers) + layers.recompute_s)
+    return seconds + fused + again * (forward_s(samples, layers) + layers.recompute_s)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.core.spec import GRADIENT_BYTES, OptimizerSpec, Precision
+from galvatron.core.spec import GRADIENT_BYTES, LOSS_CHUNK_CELLS, OptimizerSpec, Precision
 from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.computation import following_experts
@@ -95,7 +95,8 @@ def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyA
     full = full_activation_bytes(layers, strategies)
     apart = strategies.own * np.minimum(full, following_expert_bytes(layers, strategies))
     kept = np.where(strategies.recompute, layers.input_bytes / sequence, full - apart)
-    total: Floats = samples * layers.has_backward * kept
+    saved: Floats = samples * kept + strategies.fused_loss * layers.fused.gradient_bytes / strategies.tp.size
+    total: Floats = layers.has_backward * saved
     return total
 
 
@@ -119,7 +120,8 @@ def transient_bytes(
     """
     parameters = weights.held
     restored = strategies.recompute * layers.has_backward * full_activation_bytes(layers, strategies)
-    work = samples * (working_bytes(layers, strategies, conventions) + restored) * ~strategies.own
+    whole_loss = samples * (working_bytes(layers, strategies, conventions) + restored) * ~strategies.own
+    work = np.where(strategies.fused_loss, _chunk_bytes(samples, layers, strategies, precision), whole_loss)
     sharded = strategies.sdp.size > 1
     gathers = sharded & conventions.sdp_buffers_in_backward
     shared = np.where(gathers & conventions.shared_stay_gathered, weights.shared, 0)
@@ -142,6 +144,14 @@ def transient_bytes(
 def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
     """Alive only while a layer without backward runs, which matters in a stage that has no others."""
     total: Floats = (1 - layers.has_backward) * samples * FORWARD_ALIVE * full_activation_bytes(layers, strategies)
+    return total
+
+
+def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
+    """While a fused loss is computed: logits of a chunk and twice their size in fp32, and the weight's gradient."""
+    logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
+    gradient = GRADIENT_BYTES * layers.fused.parameters / strategies.tp.size
+    total: Floats = logits * (2 * Precision.FP32.bytes + precision.bytes) + gradient
     return total
 
 
@@ -179,7 +189,10 @@ def full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Fl
     split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
     replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
     counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
-    return np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)
+    known = np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)
+    logits = strategies.fused_loss * layers.fused.saved_bytes / split
+    total: Floats = np.maximum(known - logits, 0)
+    return total
 
 
 def following_expert_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:

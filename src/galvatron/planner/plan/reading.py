@@ -177,6 +177,8 @@ def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, wh
     if not layer.allows_experts(strategy):
         having = f"{layer.experts.count} experts of width {layer.experts.divides}" if layer.experts else "no experts"
         raise InvalidInput(f"{where}.strategy: {text!r} divides experts, but {layer.name!r} has {having}")
+    if strategy.fused_loss and layer.fused_loss is None:
+        raise InvalidInput(f"{where}.strategy: {text!r} fuses a loss, but {layer.name!r} has none that can be")
     if strategy.experts and not plan.space.expert_parallel:
         raise InvalidInput(f"{where}.strategy: {text!r} has ep, which space.expert_parallel says was off")
     for name in (switch.name for switch in LAYER_SWITCHES):

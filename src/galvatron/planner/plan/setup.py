@@ -19,6 +19,7 @@ from galvatron.core.spec import (
     SWITCHES,
     Attention,
     Cluster,
+    Device,
     Kind,
     ModelProfile,
     ModelSpec,
@@ -66,14 +67,14 @@ def request_for(
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    training = training_of(setup, cluster.device.precision)
+    training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
-    if not isinstance(model, ModelSpec):
-        model = load(model, training)
-    else:
+    if isinstance(model, ModelSpec):
         _reject_tuning(training, model)
-        if setup.get("optimizer") is not None:  # its layers' sizes do not depend on it
-            model = replace(model, training=replace(model.training, optimizer=training.optimizer))
+    known = model if isinstance(model, ModelSpec) else load(model, training)
+    # Its layers' sizes depend on neither.
+    optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
+    model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
     most = setup.get("max_micro_batches")
     return Request(
@@ -167,9 +168,11 @@ def _reject_contradictions(setup: Setup) -> None:
             )
 
 
-def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training:
-    """How the model is trained; ``precision`` is used where the setup says none."""
-    chosen = _chosen(Precision, setup.get("precision"), "precision", precision)
+def training_of(setup: Setup, device: Device | None = None) -> Training:
+    """How the model is trained; what the setup does not say is as usual on the device."""
+    usual = Precision.FP32 if device is None else device.precision
+    chosen = _chosen(Precision, setup.get("precision"), "precision", usual)
+    compiled = setup.get("compile")
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
     paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
@@ -178,6 +181,7 @@ def training_of(setup: Setup, precision: Precision = Precision.FP32) -> Training
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
+        compile=(device is not None and device.compiles and not paper) if compiled is None else compiled,
         freeze=_patterns(setup.get("freeze")),
         train_only=_patterns(setup.get("train_only")),
         lora=_lora(setup),

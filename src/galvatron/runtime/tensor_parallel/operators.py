@@ -1,10 +1,12 @@
 """The operators of tensor parallelism with their gradients: Megatron's f and g, and those of sequence parallelism.
 
 Each takes local tensors and the tensor-parallel group. Sequence is dim 1 of an activation (rows, tokens, features).
+Where ``torch.compile`` traces a layer, an operator is one node of its graph: collectives are not for a compiler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,59 +17,19 @@ from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
 
 __all__ = [
+    "Operator",
     "SequenceAllGather",
     "SequenceReduceScatter",
     "copy_to_region",
     "gather_features",
     "gather_sequence",
+    "gather_to_region",
     "gathered",
     "reduce_from_region",
     "slice_features",
     "slice_sequence",
     "sum_sequence",
 ]
-
-
-def copy_to_region(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """f: into the split part; the gradients that all ranks' parts give are summed."""
-    entered: Tensor = _CopyToRegion.apply(tensor, group)
-    return entered
-
-
-def gather_features(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """All features (the last dim). Every rank then computes the same, so backward just slices."""
-    whole: Tensor = _GatherFeatures.apply(tensor, group)
-    return whole
-
-
-def slice_features(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's features of what is whole on each; backward gathers."""
-    part: Tensor = _SliceFeatures.apply(tensor, group)
-    return part
-
-
-def reduce_from_region(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """g: out of the split part; partial results of all ranks are summed."""
-    left: Tensor = _ReduceFromRegion.apply(tensor, group)
-    return left
-
-
-def sum_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """g with sequence parallelism: partial results are summed, each rank keeps its part of the tokens."""
-    part: Tensor = _SumSequence.apply(tensor, group)
-    return part
-
-
-def gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Out of sequence parallelism: all tokens. Every rank then computes the same, so backward just slices."""
-    whole: Tensor = _GatherSequence.apply(tensor, group)
-    return whole
-
-
-def slice_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Into sequence parallelism: this rank's tokens; backward gathers."""
-    part: Tensor = _SliceSequence.apply(tensor, group)
-    return part
 
 
 class SequenceAllGather:
@@ -112,6 +74,22 @@ def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
 
 
+def _summed_in_place(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_reduce(tensor, group)
+
+
+def _summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_reduce(tensor.clone(), group)
+
+
+def _same(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _summed_part(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return SequenceReduceScatter(tensor.contiguous(), group).result()
+
+
 def _all_features(part: Tensor, group: ProcessGroup) -> Tensor:
     pieces = collectives.all_gather(part.movedim(-1, 0), group)
     return pieces.movedim(0, -1).contiguous()
@@ -122,80 +100,83 @@ def _own_features(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole.narrow(-1, group.rank() * each, each).contiguous()
 
 
-class _CopyToRegion(torch.autograd.Function):
+_Function = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+class Operator:
+    """A function of a local tensor and a group, with its gradient."""
+
+    def __init__(self, name: str, forward: _Function, backward: _Function, grows: tuple[int, int]) -> None:
+        """``grows``: the dim that forward makes longer or shorter, and whether it multiplies its length by the number
+        of ranks (1), divides it (-1) or leaves it (0)."""
+        self.forward, self.backward, self._grows = forward, backward, grows
+        self._node = self._traced(name)
+
+    def __call__(self, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        result: Tensor
+        if torch.compiler.is_compiling():
+            result = self._node(tensor, group.group_name)
+        else:
+            result = _Apply.apply(tensor, group, self)
+        return result
+
+    def _traced(self, name: str) -> Any:
+        """The node of a compiled graph. It neither changes nor returns what it is given."""
+
+        def forward(tensor: Tensor, group: str) -> Tensor:
+            return self.forward(tensor.clone(), collectives.group_named(group))
+
+        def backward(gradient: Tensor, group: str) -> Tensor:
+            return self.backward(gradient.clone(), collectives.group_named(group))
+
+        def empty(tensor: Tensor, group: str, sign: int) -> Tensor:
+            dim, power = self._grows
+            shape, ranks = list(tensor.shape), collectives.group_named(group).size()
+            if sign * power > 0:
+                shape[dim] = shape[dim] * ranks
+            elif sign * power < 0:
+                shape[dim] = shape[dim] // ranks
+            return tensor.new_empty(shape)
+
+        schema = "(Tensor tensor, str group) -> Tensor"
+        there = torch.library.custom_op(f"galvatron::{name}", forward, mutates_args=(), schema=schema)
+        back = torch.library.custom_op(f"galvatron::{name}_backward", backward, mutates_args=(), schema=schema)
+        there.register_fake(lambda tensor, group: empty(tensor, group, 1))
+        back.register_fake(lambda tensor, group: empty(tensor, group, -1))
+        there.register_autograd(
+            lambda ctx, gradient: (back(gradient, ctx.group), None),
+            setup_context=lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
+        )
+        return there
+
+
+class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(gradient.clone(), ctx.group), None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_features(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_features(gradient, ctx.group), None
-
-
-class _SliceFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_features(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_features(gradient, ctx.group), None
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        reduced = collectives.all_reduce(tensor, group)
-        if reduced is tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, operator: Operator) -> Tensor:
+        ctx.group, ctx.operator = group, operator
+        result = operator.forward(tensor, group)
+        if result is tensor:
             ctx.mark_dirty(tensor)
-        return reduced
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.operator.backward(gradient, ctx.group), None, None
 
 
-class _SumSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return SequenceReduceScatter(tensor.contiguous(), group).result()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sliced(gradient, ctx.group), None
-
-
-class _SliceSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return sliced(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
+copy_to_region = Operator("copy_to_region", _same, _summed, (0, 0))
+"""f: into the split part; the gradients that all ranks' parts give are summed."""
+reduce_from_region = Operator("reduce_from_region", _summed_in_place, _same, (0, 0))
+"""g: out of the split part; partial results of all ranks are summed."""
+gather_features = Operator("gather_features", _all_features, _own_features, (-1, 1))
+"""All features (the last dim). Every rank then computes the same, so backward just slices."""
+slice_features = Operator("slice_features", _own_features, _all_features, (-1, -1))
+"""This rank's features of what is whole on each; backward gathers."""
+sum_sequence = Operator("sum_sequence", _summed_part, gathered, (1, -1))
+"""g with sequence parallelism: partial results are summed, each rank keeps its part of the tokens."""
+gather_to_region = Operator("gather_to_region", gathered, _summed_part, (1, 1))
+"""f with sequence parallelism: all tokens, into the split part; gradients are summed, each rank keeps its tokens'."""
+gather_sequence = Operator("gather_sequence", gathered, sliced, (1, 1))
+"""Out of sequence parallelism: all tokens. Every rank then computes the same, so backward just slices."""
+slice_sequence = Operator("slice_sequence", sliced, gathered, (1, -1))
+"""Into sequence parallelism: this rank's tokens; backward gathers."""

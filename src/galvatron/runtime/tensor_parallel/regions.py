@@ -10,6 +10,7 @@ Knows the operators; which modules are replaced is in ``tensor_parallel``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,13 +71,16 @@ class SplitColumns(_Split):
     readers: Readers | None = None
     """Those that read the same tensor; None: it is in a region."""
     gathered = False
+    projected: Tensor | None = None
+    """In a region: its output, made when that was entered."""
 
     def forward(self, entered: Tensor) -> Tensor:
         if self.readers is not None:
             output = self.readers.output(self, entered)
         else:
-            outputs: dict[SplitColumns, Tensor] = entered.projected  # type: ignore[attr-defined]
-            output = outputs.pop(self)
+            made = self.projected
+            assert made is not None
+            output, self.projected = made, None
         return operators.gather_features(output, self.group) if self.gathered else output
 
 
@@ -93,7 +97,8 @@ class Readers:
 
     def output(self, member: SplitColumns, tensor: Tensor) -> Tensor:
         if self._read is not tensor or member not in self._outputs:
-            self._read, self._outputs = tensor, _project(tensor, member.group, self._members)
+            self._read = tensor
+            self._outputs = dict(zip(self._members, _project(tensor, member.group, self._members), strict=True))
         output = self._outputs.pop(member)
         if not self._outputs:
             self._read = None
@@ -157,75 +162,178 @@ class Entrance:
         self._on_leave()
 
     def _entered(self, value: Tensor, argument: str) -> Tensor:
-        """Stands for the input inside the region: has its shape, and the projections that were made of it."""
-        projected = _project(value, self._group, self._readers[argument], sequence=self._sequence)
+        """Stands for the input inside the region: has its shape, and the projections of it were made."""
+        readers = self._readers[argument]
+        for reader, projected in zip(
+            readers, _project(value, self._group, readers, sequence=self._sequence), strict=True
+        ):
+            reader.projected = projected
         shape = list(value.shape)
         if self._sequence:
             shape[1] *= self._group.size()
         # Whatever else would read it gets no numbers, rather than ones without a gradient.
-        stand_in = value.new_full((), torch.nan).expand(shape)
-        stand_in.projected = projected  # type: ignore[attr-defined]
-        return stand_in
+        return value.new_full((), torch.nan).expand(shape)
 
 
 def _project(
     tensor: Tensor, group: ProcessGroup, readers: Sequence[SplitColumns], *, sequence: bool = False
-) -> dict[SplitColumns, Tensor]:
-    adapters = [None if reader.adapter is None else reader.adapter() for reader in readers]
-    parameters = [parameter for reader in readers for parameter in (reader.matrix, reader.bias)]
-    for adapter in adapters:
-        parameters += [] if adapter is None else [adapter.down.weight, None]
-    outputs = list(_Projections.apply(tensor, group, sequence, *parameters))
-    projected = dict(zip(readers, outputs, strict=False))
-    low = iter(outputs[len(readers) :])
-    for reader, adapter in zip(readers, adapters, strict=True):
-        if adapter is not None:
-            added = functional.linear(next(low), adapter.up.weight)
-            projected[reader] = projected[reader] + adapter.scaling * added
-    return projected
+) -> Sequence[Tensor]:
+    """The outputs of these projections. What adapters bring to their rank is projected with them."""
+    adapters = [reader.adapter() for reader in readers if reader.adapter is not None]
+    weights = [*(reader.matrix for reader in readers), *(adapter.down.weight for adapter in adapters)]
+    biases = [*(reader.bias for reader in readers), *[None] * len(adapters)]
+    if torch.compiler.is_compiling():
+        products = _project_node(tensor, group.group_name, sequence, weights)
+        outputs = [own if bias is None else own + bias for own, bias in zip(products, biases, strict=True)]
+    else:
+        outputs = list(_Projections.apply(tensor, group, sequence, *weights, *biases))
+    adapted = [place for place, reader in enumerate(readers) if reader.adapter is not None]
+    for place, adapter, low in zip(adapted, adapters, outputs[len(readers) :], strict=True):
+        outputs[place] = outputs[place] + adapter.scaling * functional.linear(low, adapter.up.weight)
+    return outputs[: len(readers)]
+
+
+def _projected(
+    tensor: Tensor, group: ProcessGroup, sequence: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Linear projections of one input into split features."""
+    whole = operators.gathered(tensor, group) if sequence else tensor
+    return [functional.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """Which gradients somebody needs: parameters may be frozen, and nothing before may train."""
+
+    entered: bool
+    """That of the input."""
+    weights: Sequence[bool]
+
+
+def _projected_backward(
+    tensor: Tensor | None,
+    group: ProcessGroup,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: _Needed,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of the input and of the weights.
+
+    The input's is summed over the group beside the weights'. With sequence parallelism only this rank's part of the
+    input was kept; it is gathered again beside the input's gradient.
+    """
+    reads = any(needed.weights) and tensor is not None
+    again = operators.SequenceAllGather(tensor, group) if sequence and reads and tensor is not None else None
+    total: operators.SequenceReduceScatter | collectives.AllReduce | None = None
+    if needed.entered:
+        by_input = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            by_input += gradient @ weight
+        total = operators.SequenceReduceScatter(by_input, group) if sequence else collectives.AllReduce(by_input, group)
+        del by_input
+    by_weights: list[Tensor | None] = [None] * len(gradients)
+    if reads and tensor is not None:
+        whole = (tensor if again is None else again.result()).flatten(0, -2)
+        by_weights = [
+            gradient.flatten(0, -2).t() @ whole if trained else None
+            for gradient, trained in zip(gradients, needed.weights, strict=True)
+        ]
+    return None if total is None else total.result(), by_weights
 
 
 class _Projections(torch.autograd.Function):
-    """Linear projections of one input into split features.
-
-    Backward sums the input's gradient over the group beside the weights' gradients. With sequence parallelism only this
-    rank's part of the input is kept; it is gathered again beside the input's gradient.
-    """
+    """Linear projections of one input into split features; parameters: all weights, then all biases."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, group: ProcessGroup, sequence: bool, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[::2], parameters[1::2]
-        ctx.group, ctx.sequence = group, sequence
+        count = len(parameters) // 2
+        weights, biases = [own for own in parameters[:count] if own is not None], parameters[count:]
+        ctx.group, ctx.sequence, ctx.count = group, sequence, count
         # What no gradient needs is not kept: the input where the weights are frozen.
-        entered, trained = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3::2])
+        entered, trained = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3 : 3 + count])
         ctx.save_for_backward(tensor if trained else None, *(weight if entered else None for weight in weights))
-        whole = operators.gathered(tensor, group) if sequence else tensor
-        pairs = zip(weights, biases, strict=True)
-        return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+        return tuple(_projected(tensor, group, sequence, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        entered, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        reads = any(trained[::2])  # for the gradient of a weight
-        again = operators.SequenceAllGather(tensor, ctx.group) if ctx.sequence and reads else None
-        total: operators.SequenceReduceScatter | collectives.AllReduce | None = None
-        if entered:
-            by_input = gradients[0] @ weights[0]
-            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-                by_input += gradient @ weight
-            total = (
-                operators.SequenceReduceScatter(by_input, ctx.group)
-                if ctx.sequence
-                else collectives.AllReduce(by_input, ctx.group)
-            )
-            del by_input
-        whole = (tensor if again is None else again.result()).flatten(0, -2) if reads else None
-        by_parameters: list[Tensor | None] = []
-        for gradient, weight_trained, bias_trained in zip(gradients, trained[::2], trained[1::2], strict=True):
-            flat = gradient.flatten(0, -2)
-            by_parameters.append(flat.t() @ whole if weight_trained and whole is not None else None)
-            by_parameters.append(flat.sum(0) if bias_trained else None)
-        return None if total is None else total.result(), None, None, *by_parameters
+        trained = ctx.needs_input_grad[3:]
+        needed = _Needed(ctx.needs_input_grad[0], trained[: ctx.count])
+        total, by_weights = _projected_backward(tensor, ctx.group, ctx.sequence, weights, gradients, needed)
+        by_biases = [
+            own.flatten(0, -2).sum(0) if wanted else None
+            for own, wanted in zip(gradients, trained[ctx.count :], strict=True)
+        ]
+        return total, None, None, *by_weights, *by_biases
+
+
+# The same, without biases, as one node of a compiled graph.
+
+
+@torch.library.custom_op(
+    "galvatron::project",
+    mutates_args=(),
+    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights) -> Tensor[]",
+)
+def _project_node(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> list[Tensor]:
+    return _projected(tensor, collectives.group_named(group), sequence, weights, [None] * len(weights))
+
+
+@_project_node.register_fake
+def _(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> list[Tensor]:
+    shape = list(tensor.shape[:-1])
+    if sequence:
+        shape[1] *= collectives.group_named(group).size()
+    return [tensor.new_empty((*shape, len(weight))) for weight in weights]
+
+
+@torch.library.custom_op(
+    "galvatron::project_backward",
+    mutates_args=(),
+    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients, bool[] needed) -> Tensor[]",
+)
+def _backward_node(
+    tensor: Tensor,
+    group: str,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Nothing, of no size, for what nobody needs: of the input first, then of the weights."""
+    wanted = _Needed(needed[0], needed[1:])
+    named = collectives.group_named(group)
+    by_input, by_weights = _projected_backward(tensor, named, sequence, weights, gradients, wanted)
+    return [tensor.new_empty(0) if own is None else own for own in (by_input, *by_weights)]
+
+
+@_backward_node.register_fake
+def _(
+    tensor: Tensor,
+    group: str,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    whole = zip((tensor, *weights), needed, strict=True)
+    return [own.new_empty(own.shape if wanted else 0) for own, wanted in whole]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensor, ctx.group, ctx.sequence, weights = inputs
+    ctx.needed = [tensor.requires_grad, *(weight.requires_grad for weight in weights)]
+    ctx.save_for_backward(tensor, *weights)
+
+
+def _give_back(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
+    tensor, *weights = ctx.saved_tensors
+    found = _backward_node(tensor, ctx.group, ctx.sequence, weights, gradients, ctx.needed)
+    by_input, *by_weights = (own if wanted else None for own, wanted in zip(found, ctx.needed, strict=True))
+    return by_input, None, None, by_weights
+
+
+_project_node.register_autograd(_give_back, setup_context=_keep)

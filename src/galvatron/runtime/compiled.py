@@ -1,0 +1,99 @@
+"""Compiled layers: the blocks of a model through ``torch.compile``, where this machine has what that needs.
+
+Only a block's own computation is compiled, once for all blocks that are alike; hooks of FSDP2, recompute and what lies
+between layers stay outside, and a collective inside is one node of the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from galvatron.families.layer import Layer
+
+__all__ = ["Compiler", "compiler", "compiles", "why_not"]
+
+_LOG = logging.getLogger(__name__)
+_GRAPHS_OF_A_FUNCTION = 64
+"""Kinds of blocks × strategies × training and evaluation × shapes: PyTorch's own limit of 8 is for one of these."""
+
+
+class Compiler:
+    """Compiles blocks, and counts what that took."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        """Made so far: after the first iterations it stays as it is."""
+        self.seconds = 0.0
+        """Spent on making them."""
+        self.failures: list[str] = []
+        """Why some computation is not compiled and runs as it is."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_FUNCTION)
+
+    def compile(self, layer: Layer) -> None:
+        """Compile the layer's computation, when it is first run."""
+        block = layer.block if "block" in layer._modules else None
+        if isinstance(block, nn.Module):
+            block.compile(backend=self._graph)
+
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, compiled when it is first run."""
+        return torch.compile(function, backend=self._graph)
+
+    def _graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Inductor, or the graph as it is where that fails."""
+        from torch._functorch import config as functorch
+        from torch._inductor.compile_fx import compile_fx
+
+        begin = time.perf_counter()
+        self.graphs += 1
+        try:
+            # Backward at once, so that what fails there fails here.
+            with functorch.patch(force_non_lazy_backward_lowering=True):
+                made: Any = compile_fx(graph, inputs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            if reason not in self.failures:
+                self.failures.append(reason)
+                _LOG.warning("a part of a layer is not compiled and runs as it is: %s", reason)
+            made = graph.forward
+        self.seconds += time.perf_counter() - begin
+        compiled: Callable[..., Any] = made
+        return compiled
+
+
+@cache
+def compiler() -> Compiler:
+    """The one of this process: blocks of several models may be alike."""
+    return Compiler()
+
+
+def compiles(wanted: bool, device: torch.device) -> bool:
+    """Whether blocks are compiled: as is wanted, if this machine can; a warning says why it cannot."""
+    reason = why_not(device.type) if wanted else None
+    if reason is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        _LOG.warning("layers are not compiled: %s", reason)
+    return wanted and reason is None
+
+
+@cache
+def why_not(device: str) -> str | None:
+    """Why blocks cannot be compiled for a type of device on this machine; None: they can."""
+    if device == "cuda":
+        return None if find_spec("triton") else "Triton is not installed, which torch.compile needs for GPUs"
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler is found, which torch.compile needs for CPUs; install g++ or clang"
+    return None

@@ -1,0 +1,92 @@
+"""Compiled blocks train as the stock model does in one process, whatever the strategy, and are compiled once."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from longer import longer
+from oracle import Case, batches, first_weights, single_process
+from parity import build, difference, plan_for, run
+from ranks import ranks
+from small_models import config
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+
+import galvatron
+from galvatron.core.spec import Training
+from galvatron.runtime.compiled import compiler, why_not
+
+pytestmark = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
+
+
+def _case(family: str, *stages: list[str], micro_batches: int = 1, **options: float) -> Case:
+    layers = {} if family == "t5" else {"num_hidden_layers": sum(map(len, stages)) - 2}
+    return Case(
+        config=config(family, **layers, **options),
+        stages=list(stages),
+        micro_batches=micro_batches,
+        dtype=torch.float32,
+        clip=0.5,
+        training=Training(compile=True),
+    )
+
+
+def _counted(
+    case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]
+) -> tuple[object, int, int, list[str]]:
+    """What a rank has after training, the graphs compiled until then and after, and what could not be compiled."""
+    inductor.cpp.simdlen = 1  # or it compiles programs to find out about the processor
+    model = build(case, plan, folder)
+    trained = deepcopy(run(case, model, given))
+    first = compiler().graphs
+    run(case, model, given)
+    return trained, first, compiler().graphs - first, [*compiler().failures, *counters["graph_break"]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case("llama", ["tp2", "tp2", "tp2+rc", "sdp2", "sdp2+rc", "dp2"]),
+        _case("llama", ["single"] * 3, ["single+rc"] * 2, micro_batches=4),
+        longer(_case("llama", ["tp2", "tp2+sp", "tp2+sp+rc", "tp2+sp"])),
+        longer(_case("bert", ["tp2"] * 4)),
+        longer(_case("gpt2", ["tp2", "tp2", "dp2", "tp2"])),
+        longer(_case("t5", ["tp2"] * 7)),
+        longer(_case("vit", ["tp2", "sdp2", "tp2+rc", "tp2"])),
+    ],
+    ids=lambda case: f"{case.config['model_type']}: {case.stages}",
+)
+def test_compiled_as_one_process(case: Case) -> None:
+    found = ranks(2).run(_counted, case, plan_for(case), first_weights(case), batches(case))
+    trained, first, later, failures = zip(*found, strict=True)
+    different = difference(case, trained, single_process(case))
+    assert different is None, different
+    assert min(first) > 0
+    assert set(later) == {0}, "blocks were compiled again after the first steps"
+    assert failures == ([], [])
+
+
+def _dropping(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> list[float]:
+    model = build(case, plan, folder)
+    losses = run(case, model, given).losses
+    model.compare_replicas()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp2", "tp2"])
+def test_dropout_draws_the_same_again(strategy: str) -> None:
+    """What is recomputed drops the same, and so do TP ranks where they compute the same."""
+    found = []
+    for recompute in ("", "+rc"):
+        case = _case("gpt2", [strategy, *[f"{strategy}{recompute}"] * 2, strategy], attn_pdrop=0.2, resid_pdrop=0.2)
+        found += ranks(2).run(_dropping, case, plan_for(case), first_weights(case), batches(case))
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], rel=1e-5)
+    without = _case("gpt2", [strategy] * 4)
+    whole = ranks(2).run(_dropping, without, plan_for(without), first_weights(without), batches(without))
+    assert whole[0] != pytest.approx(found[0], rel=1e-3)
