@@ -23,6 +23,7 @@ from galvatron.core.spec import Training, schedule_named
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
+from galvatron.runtime.compiled import why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,15 @@ _PLANS = [
 )
 def test_trains_as_one_process(stages: list[list[str]], frozen: tuple[str, ...]) -> None:
     _check(_Frozen(config=_LLAMA, stages=stages, batch=4, micro_batches=2, frozen=frozen, clip=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
+@pytest.mark.parametrize("frozen", [_FIRST, _SOME], ids=["first", "some"])
+def test_compiled(frozen: tuple[str, ...]) -> None:
+    compiled = Training(dropout=False, compile=True)
+    stages = [["dp2", "tp2", "tp2+rc", "sdp2"]]
+    _check(_Frozen(config=_LLAMA, stages=stages, batch=4, frozen=frozen, dtype=torch.float32, training=compiled))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from galvatron.core.spec.tuning import Lora
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
+from galvatron.runtime.compiled import why_not
 from galvatron.train.checkpoints.export import export_model
 
 
@@ -52,7 +53,7 @@ def _peft(case: _Adapted) -> Any:
 
 def _plan(case: _Adapted) -> galvatron.Plan:
     lora = Lora(rank=case.rank, alpha=2.0 * case.rank, targets=case.targets)
-    spec = load_any_model(case.config, Training(dropout=False, sequence_length=case.length, lora=lora))
+    spec = load_any_model(case.config, replace(case.training, sequence_length=case.length, lora=lora))
     return priced(_request(spec, case), case.stages, micro_batches=case.micro_batches)
 
 
@@ -89,6 +90,15 @@ _LLAMA = config("llama", vocab_size=64)
 )
 def test_trains_as_peft_does(stages: list[list[str]]) -> None:
     _check(_Adapted(config=_LLAMA, stages=stages, batch=4, micro_batches=2, clip=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
+def test_compiled() -> None:
+    """Only adapters have gradients, in compiled blocks too."""
+    compiled = Training(dropout=False, compile=True)
+    stages = [["dp2", "tp2", "tp2+rc", "dp2"]]
+    _check(_Adapted(config=_LLAMA, stages=stages, batch=4, dtype=torch.float32, training=compiled))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,11 @@ def command(
         str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder, 'bytes', or 'train'.")] = None,
+    text_field: Annotated[str | None, typer.Option(help="Field or column with the text (default: text).")] = None,
+    pack: Annotated[
+        bool | None,
+        typer.Option("--pack/--no-pack", help="Several documents in a row, kept apart, or one (default: chat packed)."),
+    ] = None,
     weights: Annotated[str | None, typer.Option(help="Folder of safetensors to start from.")] = None,
     adapters: Annotated[str | None, typer.Option(help="Folder of LoRA adapters, as peft's, to start from.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Highest (3e-4).")] = None,
@@ -71,6 +76,8 @@ def command(
         "steps": steps,
         "data": data,
         "tokenizer": tokenizer,
+        "text_field": text_field,
+        "pack": pack,
         "weights": weights,
         "adapters": adapters,
         "learning_rate": learning_rate,

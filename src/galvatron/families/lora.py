@@ -98,6 +98,9 @@ def without_peft(model: Any) -> Any:
                 f"peft: {name} {reason}; expected LoRA on linear projections with one adapter named {_NAME!r}, "
                 "not merged, without DoRA, bias and modules_to_save"
             )
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if head is not None and adapter_of(head) is not None:
+        raise InvalidInput("peft: the head has an adapter, which cannot be run; leave it out of target_modules")
     return base
 
 
