@@ -240,3 +240,18 @@ def test_models_that_cannot_keep_documents_apart_are_refused(tmp_path: Path, tok
         open_data(data, config("bert", vocab_size=_VOCABULARY), _TRAINING, tokenizer=tokenizer(_PLAIN), cache=tmp_path)
     with pytest.raises(InvalidInput, match="need the tokenizer of a chat model, but 'bytes' was given"):
         open_data(data, _CONFIG, _TRAINING, tokenizer="bytes", cache=tmp_path)
+
+
+def test_the_stock_model_keeps_documents_apart_without_a_cache() -> None:
+    """As we run it; with a cache it does not."""
+    settings = {key: own for key, own in _CONFIG.items() if key != "model_type"}
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    ids = torch.randint(_VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        alone = model(input_ids=ids[:, 5:]).logits
+        apart, mixed = (
+            model(input_ids=ids, position_ids=positions, use_cache=cache).logits[:, 5:] for cache in (False, True)
+        )
+    torch.testing.assert_close(apart, alone)
+    assert not torch.allclose(mixed, alone, atol=1e-3)

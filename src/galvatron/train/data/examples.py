@@ -122,8 +122,9 @@ def read_documents(folder: Path, length: int, padding: int, *, packed: bool, whe
     if lengths.max() > length:
         longer = int((lengths > length).sum())
         raise InvalidInput(
-            f"{where}: {longer} of {len(lengths)} documents have more than {length} tokens, the longest {lengths.max()}; "
-            "their end, perhaps the answer, would be lost: give a longer sequence length, or shorten them"
+            f"{where}: {longer} of {len(lengths)} documents have more than {length} tokens, the longest "
+            f"{lengths.max()}; their end, perhaps the answer, would be lost: give a longer sequence length, or shorten "
+            "them"
         )
     rows = rows_of(lengths.tolist(), length, packed=packed)
     return Examples(content["ids"], content["counted"], starts, rows, length, padding)
