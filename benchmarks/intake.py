@@ -3,6 +3,7 @@ strategy on two processes, compared with the stock model in one.
 
     python benchmarks/intake.py --workers 14                 # goes on where it stopped; a few minutes on 16 cores
     python benchmarks/intake.py --only MistralForCausalLM    # some of them, anew
+    python benchmarks/intake.py --weights --only …           # weights from a folder, and exported: apart from the rest
     python benchmarks/intake.py --report                     # the tables again, into docs/models.md
 
 Each architecture runs in a process group of its own, forked from this process, which has imported torch and
@@ -32,6 +33,7 @@ from intake_table import read, write_report
 __all__ = ["main"]
 
 _RESULTS = Path(__file__).parent / "results" / "intake.jsonl"
+_WEIGHT_RESULTS = Path(__file__).parent / "results" / "intake_weights.jsonl"
 _DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 _PAUSE_S = 0.05
 
@@ -57,13 +59,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these classes, whether finished or not")
     parser.add_argument("--workers", type=int, default=1, help="architectures at a time (each has two processes)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one architecture")
-    parser.add_argument("--output", type=Path, default=_RESULTS)
+    parser.add_argument("--weights", action="store_true", help="load the stock model's folder and export it again")
+    parser.add_argument("--output", type=Path, help="where results go")
     parser.add_argument("--document", type=Path, default=_DOCUMENT, help="where the tables go")
     parser.add_argument("--report", action="store_true", help="write the tables only")
     arguments = parser.parse_args()
+    arguments.output = arguments.output or (_WEIGHT_RESULTS if arguments.weights else _RESULTS)
     if not arguments.report:
         _run(arguments)
-    if arguments.report or not arguments.only:
+    if arguments.report or not (arguments.only or arguments.weights):
         write_report(read(arguments.output), arguments.document)
 
 
@@ -82,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> None:
     with arguments.output.open("a", encoding="utf-8") as output:
         while names or running:
             while names and len(running) < arguments.workers:
-                running.append(_start(names.popleft(), arguments.timeout))
+                running.append(_start(names.popleft(), arguments))
             for one in list(running):
                 row = _result(one)
                 if row is not None:
@@ -104,13 +108,14 @@ def _preload() -> None:
     import galvatron.measure.describe
     import galvatron.planner.plan.advice
     import galvatron.runtime.parallelize  # noqa: F401
-    import intake_run  # noqa: F401
+    import intake_weights  # noqa: F401
 
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _start(name: str, limit_s: float) -> _Running:
+def _start(name: str, arguments: argparse.Namespace) -> _Running:
     answer, own = os.pipe()
     process = os.fork()
     if process == 0:
@@ -118,23 +123,24 @@ def _start(name: str, limit_s: float) -> _Running:
         try:
             os.close(answer)
             os.setsid()
-            _child(name, own)
+            _child(name, own, weights=arguments.weights)
             status = 0
         finally:
             os._exit(status)
     os.close(own)
     os.set_blocking(answer, False)
-    return _Running(name, process, answer, time.monotonic() + limit_s)
+    return _Running(name, process, answer, time.monotonic() + arguments.timeout)
 
 
-def _child(name: str, answer: int) -> None:
+def _child(name: str, answer: int, *, weights: bool) -> None:
     import warnings
 
     from intake_models import architectures
     from intake_run import examine
+    from intake_weights import examine_weights
 
     warnings.simplefilter("ignore")
-    row = examine(architectures()[name])
+    row = (examine_weights if weights else examine)(architectures()[name])
     with os.fdopen(answer, "w", encoding="utf-8") as pipe:
         pipe.write(json.dumps(row))
 

@@ -17,6 +17,7 @@ import platform
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy as np
 import galvatron
 from galvatron.core.errors import GalvatronError
 
-CLUSTERS = ("h100-64", "h100-1024")
+CLUSTERS = {"h100-64": 512, "h100-1024": 8192}
+"""Each with the batch that is asked for beside the best one."""
 RESULTS = Path(__file__).parent / "results" / "moe_search.json"
 _TOKENS = 4096
 _ELEMENT = 4
@@ -142,6 +144,8 @@ class Row:
 
     model: str
     cluster: str
+    batch: int | None
+    """None: the best one."""
     wall_s: float
     processor_s: float
     outcome: str
@@ -167,7 +171,7 @@ def _written(value: object) -> str:
     return json.dumps(value)
 
 
-def timed(shape: Shape, cluster: str, times: int, folder: Path) -> Row:
+def timed(shape: Shape, cluster: str, batch: int | None, times: int, folder: Path) -> Row:
     """The best of several runs."""
     path = folder / f"{shape.name}.toml"
     path.write_text(shape.text, encoding="utf-8")
@@ -175,14 +179,14 @@ def timed(shape: Shape, cluster: str, times: int, folder: Path) -> Row:
     for _ in range(times):
         wall, processor = time.perf_counter(), time.process_time()
         try:
-            plan = galvatron.plan(path, cluster)
+            plan = galvatron.plan(path, cluster, batch=batch)
             layers = [layer for stage in plan.stages for layer in stage.layers if layer.layer == "sparse"]
             outcome = f"{plan.throughput:.1f} samples/s, {', '.join(sorted({layer.strategy for layer in layers}))}"
         except GalvatronError as error:
             outcome = str(error).splitlines()[0]
         runs.append((time.perf_counter() - wall, time.process_time() - processor, outcome))
-    wall, processor, outcome = min(runs)
-    return Row(shape.name, cluster, round(wall, 2), round(processor, 2), outcome)
+    wall, processor, outcome = min(runs, key=lambda run: run[1])
+    return Row(shape.name, cluster, batch, round(wall, 2), round(processor, 2), outcome)
 
 
 def main() -> None:
@@ -192,12 +196,12 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         galvatron.plan("bert-base", "titan-rtx-8", batch=8)  # imports are done
-        for cluster in CLUSTERS:
-            for shape in MODELS:
-                rows.append(timed(shape, cluster, times, Path(folder)))
-                row = rows[-1]
+        for (cluster, fixed), shape in product(CLUSTERS.items(), MODELS):
+            for batch in (None, fixed):
+                row = timed(shape, cluster, batch, times, Path(folder))
+                rows.append(row)
                 seconds = f"{row.wall_s:>6.2f} s, of the processor {row.processor_s:>6.2f} s"
-                print(f"{row.model:<14} {row.cluster:<10} {seconds}")
+                print(f"{row.model:<14} {row.cluster:<10} {batch or 'best':>6} {seconds}", flush=True)
                 print(f"{'':<26}{row.outcome}")
     results = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[1], 1)},

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from longer import longer
 
 import intake_run
+from galvatron.core.errors import InvalidInput
+from galvatron.families.registry import layered_model
 from intake_models import architectures, small_config
 from intake_table import counts, read, rendered, write_report
 
@@ -50,6 +53,21 @@ def test_every_kind_of_layer_is_kept(name: str, field: str, kinds: set[str]) -> 
 def test_dense_blocks_before_experts_are_kept() -> None:
     small: Any = small_config(architectures()["DeepseekV3ForCausalLM"].default())
     assert (small.first_k_dense_replace, small.num_hidden_layers) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("HYV4ForCausalLM", "argument 'prev_topk_indices' .* would have to travel too"),
+        ("IBertForMaskedLM", r"forward changes ibert\.embeddings\.embeddings_act1\.x_min, by statistics of a batch"),
+        longer(
+            "Qwen3OmniMoeThinkerForConditionalGeneration", "its own loss of a trial batch fails .*vision_start_token_id"
+        ),
+    ],
+)
+def test_models_that_fail_when_they_run_are_refused_before(name: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        layered_model(architectures()[name].model()[0])
 
 
 def test_a_gradient_that_is_twice_as_large_is_wrong() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,14 +238,28 @@ def test_loss_is_the_models_own(name: str, kind: str, options: dict[str, Any], s
     [
         ("BertForSequenceClassification", {"num_labels": 1}, "its own loss of a trial batch is"),
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "its own loss"),
-        ("MixtralForCausalLM", {"output_router_logits": True}, "balance of experts"),
     ],
 )
 def test_a_loss_that_is_another_is_refused(name: str, options: dict[str, Any], reason: str) -> None:
-    kind = "bert" if name.startswith("Bert") else "mixtral"
-    extra = {} if kind == "bert" else {"num_key_value_heads": 2, "num_local_experts": 4}
-    model = _make(name, AutoConfig.for_model(kind, **_SIZES, **extra, **options))
+    model = _make(name, AutoConfig.for_model("bert", **_SIZES, **options))
     with pytest.raises(InvalidInput, match=reason):
+        layered_model(model)
+
+
+def _mixtral() -> Any:
+    sizes = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    return _make("MixtralForCausalLM", AutoConfig.for_model("mixtral", **_SIZES, **sizes))
+
+
+def test_another_term_for_the_balance_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not linear in the probabilities; and any beside a loss of one's own."""
+    model = _mixtral()
+    with pytest.raises(InvalidInput, match="balance of experts, which a loss function of your own does not get"):
+        layered_model(model, loss=lambda output, batch: output.logits.sum())
+    module = sys.modules[type(model).__module__]
+    usual = vars(module)["load_balancing_loss_func"]
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *args: usual(*args) ** 2)
+    with pytest.raises(InvalidInput, match=r"balance of experts, which changes by .*; such a term is not known"):
         layered_model(model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from galvatron.core.spec import RINGS, Collective
+from galvatron.core.spec import Collective
 from galvatron.measure.cluster_jobs.findings import (
     ClusterFindings,
     ClusterProbe,
@@ -31,6 +31,8 @@ class Truth:
     """Bytes a second beside others and alone, by stride."""
     scatter_factor: float = 3.0
     """How many times slower a reduce-scatter is than an all-gather."""
+    exchange_factor: float = 2.0
+    """The same of an all-to-all."""
     fp32_flops_per_s: float = 1e12
     contention: float = 1.0
     overlap_slowdown: float = 1.25
@@ -39,13 +41,17 @@ class Truth:
     def ring(self, ranks: tuple[int, ...]) -> float:
         return min(self.rings[stride] for stride in self.rings if any(rank & stride for rank in ranks))
 
+    def slower(self, collective: Collective) -> float:
+        """How many times slower a collective is than an all-gather."""
+        factors = {Collective.REDUCE_SCATTER: self.scatter_factor, Collective.ALL_TO_ALL: self.exchange_factor}
+        return factors.get(collective, 1.0)
+
     def seconds(self, probe: ClusterProbe) -> float:
         if isinstance(probe, GroupProbe):
             share = (len(probe.ranks) - 1) / len(probe.ranks)
             once = share * probe.message_bytes / self.ring(probe.ranks) + self.latency_s
-            factor = {Collective.ALL_GATHER: 1, Collective.ALL_REDUCE: 2, Collective.REDUCE_SCATTER: 1}
-            slow = self.scatter_factor if probe.collective is Collective.REDUCE_SCATTER else 1
-            return factor[probe.collective] * once * slow
+            passes = 2 if probe.collective is Collective.ALL_REDUCE else 1
+            return passes * once * self.slower(probe.collective)
         if isinstance(probe, TransferProbe):
             together, alone = self.transfers.get(probe.stride, (5e8, 5e8))
             return probe.message_bytes / (alone if probe.alone else together) + 1e-4
@@ -66,7 +72,7 @@ def findings(truth: Truth) -> ClusterFindings:
     groups = {tuple(sorted(sum(chosen) for chosen in _sums(strides, mask))) for mask in range(1, 1 << len(strides))}
     probes: list[ClusterProbe] = list(DeviceProbe)
     for ranks in sorted(groups):
-        probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in RINGS for size in SIZES]
+        probes += [GroupProbe(collective=c, ranks=ranks, message_bytes=size) for c in Collective for size in SIZES]
     for stride in strides:
         for alone in (False, True):
             probes += [TransferProbe(stride=stride, alone=alone, message_bytes=size) for size in SIZES]

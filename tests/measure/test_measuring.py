@@ -12,7 +12,7 @@ import pytest
 from rank_jobs import FrozenObjects, LateReader
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import RINGS, Strategy, Training
+from galvatron.core.spec import Collective, Strategy, Training
 from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure.clusters import profile_cluster
@@ -45,7 +45,7 @@ def test_a_cluster_and_a_model_from_the_command_line(cache: Path) -> None:
     assert cluster.device.memory_bytes > cluster.reserved_bytes > 1 << 20
     assert 1e7 < cluster.device.fp32_flops_per_s < 1e15
     pair = Strategy.parse("dp2").factors(Kind.DP)
-    for collective in RINGS:
+    for collective in Collective:
         assert 1e6 <= cluster.link(pair, collective).bytes_per_s < 1e12
         assert 0 <= cluster.link(pair, collective).latency_s < 1
     done = run(

@@ -10,7 +10,7 @@ from findings_oracle import SIZES, Truth, findings
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import RINGS, Collective, Factor, Strategy
+from galvatron.core.spec import Collective, Factor, Strategy
 from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster
 from galvatron.measure import clusters
@@ -33,9 +33,9 @@ def test_constants_are_recovered() -> None:
     assert cluster.compute_contention == pytest.approx(2.0, rel=ROUGHLY)
     for strategy in ("dp4", "dp2-tp2", "tp2-dp2"):
         factors = Strategy.parse(strategy).factors(Kind.DP)
-        for collective in RINGS:
+        for collective in Collective:
             link = cluster.link(factors, collective)
-            slow = truth.scatter_factor if collective is Collective.REDUCE_SCATTER else 1
+            slow = truth.slower(collective)
             assert link.bytes_per_s == pytest.approx(1e9 / slow, rel=ROUGHLY), (strategy, collective)
             assert link.latency_s == pytest.approx(truth.latency_s * slow, rel=ROUGHLY)
 

@@ -14,7 +14,15 @@ from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure import layers
 from galvatron.measure.figures import Block
 from galvatron.measure.layer_jobs.job import LayerJob
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant
+from galvatron.measure.layer_jobs.probes import (
+    LayerBytes,
+    LayerFindings,
+    LayerProbe,
+    Variant,
+    groups_of,
+    probes_of,
+    variants_of,
+)
 from galvatron.measure.layers import profile_model, profile_of
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
@@ -46,7 +54,7 @@ def findings(job: LayerJob) -> LayerFindings:
     memory = {
         variant: [LayerBytes(samples=n, saved=500 + 1000 * n // variant.tp, transient=77 + 64 * n) for n in (1, 8)]
         for variant in job.variants
-        if not (variant.sharded or variant.recompute)
+        if variant.plain
     }
     return LayerFindings(device="toy", blocks={probe: [block(probe)] * 2 for probe in job.probes}, memory=memory)
 
@@ -126,6 +134,25 @@ def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> N
     assert {text for layer, text in variants if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2", "single+rc"}
 
 
+def test_layers_that_do_not_fit_together_are_measured_one_after_the_other() -> None:
+    """A device of 16 GB holds no eight variants of a vocabulary of 128,000 at once."""
+    model = load_model("llama3-8b", Training(sequence_length=1024, compile=True))
+    cluster = load_cluster("h100-8")
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=16 * 10**9))
+    probes = probes_of(model, small, variants_of(model, (1, 2, 4, 8), 8))
+    groups = groups_of(probes, model, small)
+    assert sorted(map(str, probes)) == sorted(str(probe) for group in groups for probe in group)
+    assert len(groups) > 1
+    assert all(len({probe.variant for probe in group}) == 1 for group in groups if group[0].variant.layer == "head"
+               and group[0].variant.tp == 1)  # fmt: skip
+    logits = model.layers[-1]
+    for probe in probes:
+        if probe.variant.layer == "head":
+            held = probe.samples * (logits.split_activation_bytes + logits.transient_bytes) / probe.variant.tp
+            assert held <= 0.25 * 16e9 or probe.samples <= 2
+    assert len(groups_of(probes, model, replace(cluster, device=replace(cluster.device, memory_bytes=10**13)))) == 1
+
+
 def test_processes_that_share_cores_measure_at_once(stand_in: list[LayerJob]) -> None:
     profile_model(model_of(), replace(cluster_of(4), compute_contention=2.0))
     profile_model(model_of(), cluster_of(4))
@@ -165,7 +192,7 @@ def test_the_figures_reach_the_plan(strategy: str) -> None:
         for tp, sharded, recompute in ((1, False, False), (2, False, False), (1, True, False), (1, False, True))
     )
     probes = tuple(LayerProbe(variant=variant, samples=samples) for variant in variants for samples in (1, 2, 4, 8))
-    profile = profile_of(model, findings(LayerJob(model=model, probes=probes, devices=1, rounds=2)))
+    profile = profile_of(model, findings(LayerJob(model=model, groups=(probes,), devices=1, rounds=2)))
     request = Request(model=model, cluster=cluster, batch=8, profile=profile)
     plan = priced(request, [[strategy] * len(model.layers)])
     tp, samples = (2, 8) if strategy == "tp2" else (1, 4)

@@ -10,11 +10,13 @@ import torch
 from mutants import Patches, mutant, wrapped
 from torch import Tensor
 
+from galvatron.families.generic.balance import Balance
 from galvatron.runtime import assembly
 from galvatron.runtime.data_parallel import making
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.experts import dispatch
 from galvatron.runtime.experts import exchange as exchanging
+from galvatron.runtime.pipeline import run as pipeline
 from galvatron.runtime.tensor_parallel import split as splitting
 
 __all__: list[str] = []
@@ -98,3 +100,15 @@ def _a_rank_without_tokens_has_no_gradients() -> Patches:
         return outputs(self, copies, experts) if len(copies) else copies * 1.0
 
     yield patch.object(dispatch._Dispatch, "_outputs", nothing)
+
+
+@mutant
+def _each_rank_counts_its_own_rows() -> Patches:
+    """The balance of experts on a rank, instead of that of the micro-batch."""
+    term = Balance.term
+    yield patch.object(Balance, "term", lambda self, tally, _: term(self, tally, lambda own: own))
+
+
+@mutant
+def _the_term_is_added_for_each_micro_batch() -> Patches:
+    yield patch.object(pipeline, "_loss", lambda outputs, batch: sum(outputs[1:], start=outputs[0] / batch.targets))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import expert_mutants  # noqa: F401 (so that ranks know them)
 import torch
 from mutants import under
-from oracle import Case, Record, batches, stock_model, trained
+from oracle import Case, Record, batches, stock_loss, stock_model, trained
 from parity import Trained, difference, run
 from ranks import ranks
 from torch import Tensor, nn
+from torch.nn import functional
 
 import galvatron
 from galvatron.core.errors import Unequal
 from galvatron.core.spec import Attention, Training
 from galvatron.families.build import without_weights
+from galvatron.families.layer import IGNORED
 from galvatron.families.registry import layered_model
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.unpriced import facts_of, unpriced
@@ -90,6 +93,16 @@ class ExpertCase(Case):
     """All tokens choose the first two experts."""
 
     @property
+    def balanced(self) -> bool:
+        """Whether the loss has a term for the balance of experts."""
+        return bool(self.config.get("output_router_logits"))
+
+    @property
+    def key(self) -> str:
+        """The term is that of each micro-batch."""
+        return f"{super().key} {self.micro_batches if self.balanced else ''}"
+
+    @property
     def fp32_inside(self) -> bool:
         """Routers compute their weights in fp32."""
         return True
@@ -105,7 +118,8 @@ def case(family: str, *stages: list[str], **options: Any) -> ExpertCase:
     attention = Attention.EAGER if family == "gpt_oss" else Attention.FUSED
     training = Training(dropout=False, attention=attention)
     given = {"batch": 8, "micro_batches": 2, "steps": 2, "training": training, **options}
-    return ExpertCase(config={"model_type": family, **MODELS[family]}, stages=list(stages), **given)
+    config = {"model_type": family, **MODELS[family], **given.pop("config", {})}
+    return ExpertCase(config=config, stages=list(stages), **given)
 
 
 def stock(case: ExpertCase) -> nn.Module:
@@ -152,9 +166,26 @@ def _train(case: ExpertCase, plan: galvatron.Plan, given: list[dict[str, Tensor]
 _records: dict[str, Record] = {}
 
 
+def _by_micro_batches(count: int, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The stock model run on each micro-batch: the mean over all targets, and the mean of its terms for the balance."""
+    coefficient: float = model.config.router_aux_loss_coef  # type: ignore[union-attr, assignment]
+    targets = int((batch["labels"][:, 1:] != IGNORED).sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for part in zip(*(own.chunk(count) for own in batch.values()), strict=True):
+        given = dict(zip(batch, part, strict=True))
+        output = model(**given)
+        logits, labels = output.logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten()
+        own = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        expected = own / (labels != IGNORED).sum() + coefficient * output.aux_loss
+        torch.testing.assert_close(output.loss, expected.to(output.loss.dtype), rtol=1e-4, atol=1e-4)
+        total = total + own / targets + coefficient * output.aux_loss / count
+    return total
+
+
 def compare(case: ExpertCase, mutant: str | None = None) -> str | None:
     """What differs from one process, if anything does."""
     if case.key not in _records:
-        _records[case.key] = trained(case, stock(case))
+        losses = partial(_by_micro_batches, case.micro_batches) if case.balanced else stock_loss
+        _records[case.key] = trained(case, stock(case), losses)
     found = ranks(case.devices).run(under, mutant, _train, case, expert_plan(case), batches(case))
     return difference(case, [own for own, _ in found], _records[case.key]) or found[0][1]

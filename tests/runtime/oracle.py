@@ -6,6 +6,7 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -189,14 +190,16 @@ def _trained(case: Case) -> Record:
     return trained(case, stock_model(case))
 
 
-def trained(case: Case, model: nn.Module) -> Record:
+def trained(
+    case: Case, model: nn.Module, loss_of: Callable[[nn.Module, dict[str, Tensor]], Tensor] = stock_loss
+) -> Record:
     """Train a stock model on the case's batches."""
     model = model.to(case.dtype)
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.training.optimizer]
     optimizer = kind(model.parameters(), lr=case.learning_rate, **case.optimizer_options)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches(case)):
-        loss = stock_loss(model, batch)
+        loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         if step == 0:
             gradients = {

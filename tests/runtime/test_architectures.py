@@ -23,6 +23,9 @@ from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.unpriced import facts_of, unpriced
 
+_WHISPER = {
+    "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "max_source_positions": 32,
+}  # fmt: skip
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "gemma3_text": ("Gemma3ForCausalLM", {}),
@@ -32,6 +35,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", {}),
     "modernbert": ("ModernBertForMaskedLM", {}),
     "apertus": ("ApertusForCausalLM", {}),
+    "whisper": ("WhisperForConditionalGeneration", _WHISPER),
 }
 _IN_PIPELINES = ("mistral", "gpt_neox", "modernbert", "apertus")
 """In ``make test`` each runs once: these in two stages, the others in one. The longer run has both."""
@@ -43,7 +47,8 @@ _TWO_STAGES = ("tp2", "sdp2+rc", "dp2", "tp2+rc")
 @functools.cache
 def _stock(kind: str) -> tuple[nn.Module, Training]:
     name, options = _MODELS[kind]
-    config = AutoConfig.for_model(kind, num_hidden_layers=4, hidden_size=64, num_attention_heads=4, **options)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, **options}
+    config = AutoConfig.for_model(kind, **sizes)
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = 4
     config.architectures = [name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ IGNORED = -100
 """The label of positions that do not count."""
 
 
+def _alone(own: Tensor) -> Tensor:
+    return own
+
+
 class CrossEntropy(nn.Module):
     """Sum over the targets of the negative log-probability, in fp32; ignored targets add nothing."""
 
@@ -40,7 +44,8 @@ class CrossEntropy(nn.Module):
 class Layer(nn.Module, ABC):
     """One layer of a cut model: stock modules under attribute names, and how to call them.
 
-    The last layer returns one scalar: the loss *summed* over the targets of its rows.
+    The last layer returns one scalar: the loss *summed* over the targets of its rows. It may return a second one: its
+    rows' part of a term that each micro-batch has once, whatever its targets; the loss has the mean over micro-batches.
     """
 
     def __init__(self, kind: str, modules: Mapping[str, tuple[str, nn.Module]], rules: tuple[Rule, ...] = ()) -> None:
@@ -52,6 +57,9 @@ class Layer(nn.Module, ABC):
         """How tensor parallelism splits it; empty: each tensor-parallel rank computes it whole."""
         self.experts: DividedExperts | None = None
         """What expert parallelism divides; None: nothing."""
+        self.over_rows: Callable[[Tensor], Tensor] = _alone
+        """The sum of a tensor without gradient over the ranks that have the other rows of the micro-batch. The runtime
+        sets it, for the last layer alone."""
         self.projection: str | None = None
         """Of a head: the module whose outputs, the logits, go into ``loss`` and nowhere else, so that the two can be
         fused; None: they cannot."""
@@ -96,6 +104,11 @@ class Layer(nn.Module, ABC):
         for name, parameter in self.named_parameters():
             yield name, self.stock_name(name), parameter
 
+    def stock_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the stock model, buffer), as the layer uses them."""
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            yield self.stock_name(name), buffer
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -122,6 +135,9 @@ class LayeredModel(ABC):
     ties: tuple[Tie, ...] = ()
     required: frozenset[str] = frozenset({"labels"})
     """Names that every batch must have."""
+    wide_activations: int = 0
+    """How many activations, the last ones, are sums over tokens: in fp32 at least, whatever layers compute in, and of
+    whole samples, so that no sequence may be divided."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -139,6 +155,10 @@ class LayeredModel(ABC):
     def has_frozen(self) -> bool:
         """Whether any of its parameters is frozen."""
         return not all(own.requires_grad for layer in self.layers for own in layer.parameters())
+
+    def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
+        return iter(())
 
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:

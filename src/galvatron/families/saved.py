@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,9 +31,11 @@ from transformers.core_model_loading import (
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import LayeredModel
-from galvatron.families.weights import Parameter, parameters_of
+from galvatron.families.weights import Parameter, parameters_of, persistent_buffers
 
-__all__ = ["SavedWeights", "saved_names"]
+__all__ = ["SavedWeights", "load_buffers", "saved_names"]
+
+_LOG = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -57,6 +60,31 @@ class _Conversion:
             converter.add_tensor(self.first, saved, pattern, tensor)  # type: ignore[arg-type]  # takes tensors as well
         made = converter.convert(self.first, model=model, config=model.config)
         return {name: own[0] if isinstance(own, list) else own for name, own in made.items()}
+
+
+def load_buffers(model: nn.Module, folder: str | Path) -> None:
+    """Give a model's persistent buffers the values that a folder has. What the folder lacks stays as the model made it,
+    as with ``from_pretrained``, and is named in a warning."""
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return
+    rename = _renaming(model)
+    missing = dict(buffers)
+    for path in _files(Path(folder)):
+        for saved, shape in _header(path).items():
+            name = rename(saved)[0]
+            if name not in missing:
+                continue
+            own = missing.pop(name)
+            if shape != tuple(own.shape):
+                raise InvalidInput(
+                    f"{folder}: {name} has shape {list(shape)}; expected {list(own.shape)} for this "
+                    f"{type(model).__name__}; use the configuration that was saved with the weights"
+                )
+            for value in _read([(path, saved)]):
+                own.copy_(value)
+    if missing:
+        _LOG.warning("%s: has no %s, which keeps the value that the model starts with", folder, next(iter(missing)))
 
 
 class SavedWeights:
@@ -195,6 +223,7 @@ def _renaming(model: nn.Module) -> _Renaming:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     merging = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     names = dict.fromkeys((name for name, _ in model.named_parameters(remove_duplicate=False)), True)
+    names |= dict.fromkeys(persistent_buffers(model), True)
     prefix = model.base_model_prefix
 
     converters = {pattern: entry for entry in merging for pattern in entry.source_patterns}

@@ -21,7 +21,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.build import without_weights
 from galvatron.families.layer import LayeredModel
 
-__all__ = ["InitialWeights", "ModelWeights", "Parameter", "Weights", "parameters_of"]
+__all__ = ["InitialWeights", "ModelWeights", "Parameter", "Weights", "parameters_of", "persistent_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,16 @@ class Parameter:
     aliases: tuple[str, ...]
     """In the stock model; a tied one has several, and checkpoints hold it under the first."""
     shape: torch.Size
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a model's checkpoints hold, by their stock names."""
+    return {
+        f"{name}.{key}".lstrip("."): own
+        for name, module in model.named_modules()
+        for key, own in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    }
 
 
 def parameters_of(layered: LayeredModel) -> tuple[tuple[Parameter, ...], ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
-from galvatron.core.spec import RINGS, Cluster, Collective, Device, Factor, Level, MeasuredGroup, degree_of
+from galvatron.core.spec import Cluster, Collective, Device, Factor, Level, MeasuredGroup, degree_of
 from galvatron.families import load_cluster
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -152,7 +152,7 @@ def _groups(lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:
 def _figures(ranks: tuple[int, ...], lines: Mapping[Shape, Line]) -> dict[str, float]:
     """By the conventions of a link: bus bandwidth, and the latency of a pass, of which an all-reduce makes two."""
     share, figures = (len(ranks) - 1) / len(ranks), {}
-    for collective in RINGS:
+    for collective in Collective:
         line = lines[collective, ranks]
         passes = 2 if collective is Collective.ALL_REDUCE else 1
         figures[f"{collective}_bytes_per_s"] = _rate(passes * share, line.slope)

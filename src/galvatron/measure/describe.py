@@ -34,8 +34,9 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import GROUPED, Call
 from galvatron.families.layer import Activations, Batch, Layer
-from galvatron.families.rules import Table
+from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
+from galvatron.runtime.experts.dispatch import expert_tables
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -211,7 +212,11 @@ def _experts(layer: Layer, spec: LayerSpec, whole: _Inside | None, half: _Inside
     if rule is None or whole is None or half is None:
         return None
     module = layer.get_submodule(rule.path)
-    tables = [own for own in layer.rules if isinstance(own, Table) and own.path.startswith(f"{rule.path}.")]
+    if spec.tensor_parallel is not None and any(
+        isinstance(own, Summed) and rule.path.startswith(f"{own.path}.") for own in layer.rules
+    ):
+        return None  # TP would sum what experts with axes of their own made once already
+    tables = expert_tables(layer, rule)
     saved = _divided(whole.saved, half.saved)
     collectives = 0 if spec.tensor_parallel is None else 1
     return Experts(
@@ -222,7 +227,9 @@ def _experts(layer: Layer, spec: LayerSpec, whole: _Inside | None, half: _Inside
         activation_bytes=min(saved, spec.split_activation_bytes),
         replicated_activation_bytes=min(whole.saved - saved, spec.replicated_activation_bytes),
         dispatch_bytes=whole.dispatch,
-        divides=tuple(sorted({layer.get_parameter(own.path).shape[own.dim] // own.parts for own in tables})),
+        # No degree of TP but 1 divides experts of which TP cannot split everything.
+        divides=tuple(sorted({layer.get_parameter(own.path).shape[own.dim] // own.parts for own in tables or ()}))
+        or (1,),
         forward_collectives=collectives,
         backward_collectives=collectives,
     )

@@ -18,7 +18,15 @@ from galvatron.measure import cache
 from galvatron.measure.cache import provenance
 from galvatron.measure.figures import NOISY, Line, fit_line, quality_of, reading_of
 from galvatron.measure.layer_jobs.job import LayerJob
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant, probes_of, variants_of
+from galvatron.measure.layer_jobs.probes import (
+    LayerBytes,
+    LayerFindings,
+    LayerProbe,
+    Variant,
+    groups_of,
+    probes_of,
+    variants_of,
+)
 from galvatron.planner.space import divisors
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -60,7 +68,7 @@ def profile_model(
     model = replace(model, training=replace(model.training, optimizer=ADAMW.name))  # no layer depends on it
     job = LayerJob(
         model=model,
-        probes=probes_of(model, cluster, variants_of(model, degrees, cluster.devices)),
+        groups=groups_of(probes_of(model, cluster, variants_of(model, degrees, cluster.devices)), model, cluster),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )
@@ -131,6 +139,8 @@ def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[Lay
         recompute_s=_recompute_s(variant, forward, backward),
         tp=variant.tp,
         sequence_parallel=variant.sequence_parallel,
+        ep=variant.ep,
+        fused_loss=variant.fused_loss,
     )
 
 
@@ -156,6 +166,7 @@ def _sharding_s(variant: Variant, seconds: dict[LayerProbe, float]) -> float:
         seconds[probe] - seconds[replace(probe, variant=_plain(probe.variant))]
         for probe in seconds
         if probe.variant.sharded and probe.variant.layer == variant.layer
+        if replace(probe, variant=_plain(probe.variant)) in seconds
     )
 
 
@@ -166,7 +177,9 @@ def _recompute_s(variant: Variant, forward: dict[LayerProbe, float], backward: d
         for probe in forward
         if probe.variant.recompute and probe.variant.layer == variant.layer
     ]
-    return _typical(forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs)
+    return _typical(
+        forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs if plain in forward
+    )
 
 
 def _typical(differences: Iterable[float]) -> float:

@@ -88,12 +88,16 @@ class Rounds:
     most_calls: int = 500
 
 
-def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers) -> dict[_Key, list[Block]]:
-    """For each probe its blocks: the same on every rank."""
-    steps = (rounds.count + 1) * len(probes)
+def measure_in_turns(
+    probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers, *, before: int = 0, after: int = 0
+) -> dict[_Key, list[Block]]:
+    """For each probe its blocks: the same on every rank. ``before``, ``after``: probes that others were and will be,
+    for the report of how far it is."""
+    first = (rounds.count + 1) * before
+    steps = first + (rounds.count + 1) * (len(probes) + after)
     calls: dict[_Key, int] = {}
     for done, (key, probe) in enumerate(probes.items()):
-        peers.report(done, steps, "warming up")
+        peers.report(first + done, steps, "warming up")
         peers.meet()
         probe.run(1)
         peers.meet()
@@ -103,9 +107,11 @@ def measure_in_turns(probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers)
     machines = peers.gather(machine())
     for number in range(rounds.count):
         for place, (key, probe) in enumerate(probes.items()):
-            peers.report((number + 1) * len(probes) + place, steps, f"round {number + 1} of {rounds.count}")
+            done = first + (number + 1) * len(probes) + place
+            peers.report(done, steps, f"round {number + 1} of {rounds.count}")
             found[key].append(_block(probe, calls[key], peers, machines))
-    peers.report(steps, steps, "done")
+    if not after:
+        peers.report(steps, steps, "done")
     return found
 
 

@@ -75,7 +75,12 @@ EXPERTS_2 = Rule(
     "TP of the experts is that of the whole layer, or none.",
     forbids=lambda strategy: strategy.expert_factors(Kind.TP) not in (frozenset(), strategy.factors(Kind.TP)),
 )
-EXPERT_RULES = (EXPERTS_1, EXPERTS_2)
+EXPERTS_3 = Rule(
+    "experts-3",
+    "Experts have no TP of their own beside sequence parallelism, under which TP ranks hold different tokens.",
+    forbids=lambda strategy: strategy.sequence_parallel and bool(strategy.experts and strategy.expert_factors(Kind.TP)),
+)
+EXPERT_RULES = (EXPERTS_1, EXPERTS_2, EXPERTS_3)
 """How the axes of experts are pruned; they hold in every space."""
 
 
@@ -169,7 +174,8 @@ class Space:
         return (*candidates, *(each for each in together if not _forbidden(each)))
 
     def expert_axes(self, devices: int) -> tuple[tuple[Axis, ...], ...]:
-        """Axes that experts may have of their own; a strategy takes those whose TP is its own, and those without."""
+        """Axes that experts may have of their own; a strategy takes those whose TP is its own, and those without;
+        with sequence parallelism only those without."""
         if not self.has_experts or devices == 1:
             return ()
         paths = _paths(devices, tuple(kind for kind in (Kind.EP, *DENSE_KINDS) if kind in self.kinds))

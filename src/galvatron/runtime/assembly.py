@@ -18,6 +18,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
+from galvatron.runtime import collectives
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
@@ -26,7 +27,15 @@ from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, 
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
 from galvatron.runtime.fused_loss import fuse
-from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, coordinate, layer_groups, tie_group
+from galvatron.runtime.layout.groups import (
+    GroupPool,
+    Position,
+    StagePlan,
+    coordinate,
+    layer_groups,
+    rows_group,
+    tie_group,
+)
 from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
 from galvatron.runtime.pipeline.stage import Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
@@ -34,7 +43,7 @@ from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 from galvatron.runtime.tied.in_stage import SplitRowsOf, attach_tied, resplit
 
-__all__ = ["Assembly", "RankStage", "assemble"]
+__all__ = ["Assembly", "RankStage", "assemble", "sums_rows"]
 
 
 @dataclass(kw_only=True)
@@ -63,6 +72,11 @@ def assemble(
 ) -> Assembly:
     """Build the stage of a rank."""
     return _Assembler(layered, rank_stage, pool, settings).assemble(weights)
+
+
+def sums_rows(layered: LayeredModel) -> bool:
+    """Whether the last layer needs a sum over all rows of a micro-batch."""
+    return layered.wide_activations > 0
 
 
 @dataclass(kw_only=True)
@@ -107,6 +121,8 @@ class _Assembler:
 
     def _stage_layer(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> StageLayer:
         layer = self.layered.layers[index].detached()
+        if index == len(self.layered.layers) - 1:
+            self._sum_rows(layer, strategy)
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)
@@ -122,9 +138,14 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
-        if self.settings.compile:
+        if self.settings.compile and not sums_rows(self.layered):
             compiler().compile(layer)
         return stage_layer
+
+    def _sum_rows(self, last: Layer, strategy: Strategy) -> None:
+        group = self.pool.group(rows_group(self.position, strategy)) if sums_rows(self.layered) else None
+        if group is not None:
+            last.over_rows = partial(collectives.all_reduce, group=group)
 
     # Who computes what
 

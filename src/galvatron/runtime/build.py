@@ -11,8 +11,9 @@ from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
 from galvatron.planner.plan.plan import Plan
-from galvatron.runtime.assembly import Assembly, RankStage, assemble
+from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
     GroupPool,
@@ -55,7 +56,8 @@ class _Builder:
             for stage in self.stages
         ]
         self.pool = GroupPool(
-            needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule), settings.device
+            needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule, sums_rows=sums_rows(layered)),
+            settings.device,
         )
         self.number = next(number for number, stage in enumerate(self.stages) if self.rank in stage.ranks)
 
@@ -88,7 +90,6 @@ class _Builder:
             actions=self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches),
             empty_inputs=self._empty_inputs,
             device=self.settings.device,
-            dtype=self.settings.dtype,
             expect_backward=expect_backward,
             gradients_from=GradientsFrom(
                 before=self.layered.first_trained < self.stage.first,
@@ -104,6 +105,7 @@ class _Builder:
             exchanges=tuple(exchanges),
             loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
             shapes=self.shapes,
+            buffers=Buffers(self.layered, assembly.stage.layers),
         )
         return ParallelModel(self.plan, parts, self.settings)
 
@@ -119,9 +121,12 @@ class _Builder:
         rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
         parts = layout.parts // self.stage.strategies[0].data_degree
         shapes = self.layered.carried(self.stage.first, batch.shapes)
+        dtypes = [self.settings.dtype] * len(shapes)
+        wide = self.layered.wide_activations
+        dtypes[len(shapes) - wide :] = [torch.promote_types(self.settings.dtype, torch.float32)] * wide
         return tuple(
-            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=self.settings.dtype, device=self.settings.device)
-            for shape in shapes
+            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=dtype, device=self.settings.device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
     # Between stages

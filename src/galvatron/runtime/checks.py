@@ -68,6 +68,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
         for place, layer in enumerate(stage.layers):
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
             strategy = Strategy.parse(layer.strategy)
+            _check_sequence(layered, field, strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
@@ -119,6 +120,14 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
         )
         for name, count in counts.items()
     )
+
+
+def _check_sequence(layered: LayeredModel, field: str, strategy: Strategy) -> None:
+    if strategy.sequence_parallel and layered.wide_activations:
+        raise InvalidInput(
+            f"{field}: {str(strategy)!r} divides sequences, but the loss of this model has a term for the balance of "
+            "experts, which is counted by whole sequences; leave +sp out"
+        )
 
 
 def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:

@@ -17,6 +17,7 @@ from galvatron.core.spec import optimizer_named
 from galvatron.families.layer import Batch
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
+from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
@@ -73,6 +74,7 @@ class RankParts:
     """Ranks of the last stage that compute the loss of the same rows."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of all parameters of the model, by their stock names."""
+    buffers: Buffers
 
 
 class ParallelModel:
@@ -88,6 +90,8 @@ class ParallelModel:
         self._dtype = settings.master_dtype
         self._pipeline, self._units, self._reader = parts.pipeline, parts.units, parts.reader
         self._exchanges, self._loss_replicas, self._shapes = parts.exchanges, parts.loss_replicas, parts.shapes
+        self.buffers = parts.buffers
+        """What checkpoints hold besides parameters."""
         self._seed, self._iteration = settings.seed, 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -18,12 +19,13 @@ from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
-from galvatron.families.saved import SavedWeights
+from galvatron.families.saved import SavedWeights, load_buffers
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
+from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
@@ -33,6 +35,8 @@ from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
 
 __all__ = ["ParallelizeOptions", "parallelize"]
+
+_LOG = logging.getLogger(__name__)
 
 Model = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
 
@@ -78,6 +82,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     if isinstance(model, nn.Module):
         model = without_peft(model)
     stock = _stock(model, plan)
+    if isinstance(options.get("weights"), str | Path):
+        load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     lora = plan.model.training.lora
     plain = None
     if lora is not None and not has_adapters(stock):
@@ -95,6 +101,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"
         )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
+    if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
+        _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
     check_sources(source, settings.device)
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:

@@ -24,6 +24,7 @@ from torch.nn import functional
 from galvatron.core.errors import Unequal
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import LossFunction, logits_of
+from galvatron.families.generic.balance import asks_for_scores, collect_scores
 from galvatron.families.layer import IGNORED, Batch
 from galvatron.families.registry import layered_model
 from galvatron.families.weights import ModelWeights
@@ -34,12 +35,25 @@ from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.trial import NotChecked, Trial, trial_of
 
-__all__ = ["Answer", "difference", "judged", "one_process", "own_loss", "verify"]
+__all__ = ["FP32", "FP64", "Answer", "Tolerance", "difference", "judged", "one_process", "own_loss", "verify"]
 
 _LOG = logging.getLogger(__name__)
-_LOSS_TOLERANCE = 1e-4
-_GRADIENT_TOLERANCE, _NOISE = 2e-3, 1e-5
-"""Of the largest element of a gradient, and of the largest of all gradients: rounding in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two computations of the same may be apart by rounding."""
+
+    loss: float
+    """Of its value."""
+    gradient: float
+    """Of the largest element of a gradient."""
+    noise: float
+    """Of the largest element of all gradients."""
+
+
+FP32, FP64 = Tolerance(1e-4, 2e-3, 1e-5), Tolerance(1e-5, 5e-5, 1e-6)
+"""Stock models compute some things (norms, routers, the loss) in fp32 in any case."""
 _SHOWN = 3
 
 
@@ -87,7 +101,11 @@ def difference(
         answers, problem = None, None
         if dist.get_rank() == 0:
             try:
-                answers = [one_process(trial.model, batch, trial.loss, device) for batch in trial.batches.values()]
+                count = trial.plan.micro_batches
+                answers = [
+                    one_process(trial.model, batch, trial.loss, device, micro_batches=count)
+                    for batch in trial.batches.values()
+                ]
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 problem = str(error).partition("\n")[0] or type(error).__name__
         problem = collectives.all_gather_object(problem, device)[0]
@@ -108,11 +126,17 @@ class Answer:
     """By every name that the model knows a parameter under."""
 
 
-def one_process(stock: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device) -> Answer:
-    """What the stock model itself says."""
+def one_process(
+    stock: nn.Module, batch: Batch, loss: LossFunction | None, device: torch.device, *, micro_batches: int = 1
+) -> Answer:
+    """What the stock model itself says. Of the whole batch at once; but where its loss has a term for the balance of
+    experts, which depends on what comes together, of each micro-batch."""
     model = copy.deepcopy(stock).to(device)
     own = {name: tensor.to(device) for name, tensor in batch.items()}
-    value = own_loss(model, own, loss)
+    if loss is None and asks_for_scores(model):
+        value = _with_balance(model, own, micro_batches)
+    else:
+        value = own_loss(model, own, loss)
     torch.autograd.backward(value)
     mean = float(value.detach())
     if not math.isfinite(mean):
@@ -136,6 +160,23 @@ def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tenso
             return found
     logits = logits_of(model(**inputs))
     return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:
+    """The loss of the whole batch without the term for the balance of experts, and the mean of what the term adds to
+    that of each micro-batch."""
+    collect_scores(model, flag=False)
+    value = own_loss(model, batch, None)
+    parts = [own.chunk(micro_batches) for own in batch.values()]
+    for part in zip(*parts, strict=True):
+        given = dict(zip(batch, part, strict=True))
+        given["labels"] = given["labels"].clamp(min=0)  # all count: a mean over none would be no number
+        losses = []
+        for flag in (True, False):
+            collect_scores(model, flag=flag)
+            losses.append(own_loss(model, given, None))
+        value = value + (losses[0] - losses[1]) / micro_batches
+    return value
 
 
 def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -> str | None:
@@ -162,7 +203,9 @@ def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -
     return collectives.all_gather_object(found, device)[0]  # type: ignore[no-any-return]
 
 
-def judged(answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]]) -> str | None:
+def judged(
+    answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]], tolerance: Tolerance = FP32
+) -> str | None:
     """What is wrong with the loss and the gradients under the plan; takes all of them."""
     largest = max((float(own.abs().max()) for own in answer.gradients.values() if own.numel()), default=0.0)
     off: list[tuple[float, str]] = []
@@ -172,10 +215,10 @@ def judged(answer: Answer, loss: float, gradients: Iterator[tuple[str, Tensor]])
         theirs = answer.gradients.get(name, torch.zeros(ours.shape))
         gap = float((ours.cpu() - theirs).abs().max()) if theirs.numel() else 0.0
         height = float(theirs.abs().max()) if theirs.numel() else 0.0
-        if not gap <= _GRADIENT_TOLERANCE * height + _NOISE * largest:
+        if not gap <= tolerance.gradient * height + tolerance.noise * largest:
             share = gap / height if height else math.inf
             off.append((share if math.isfinite(share) else math.inf, f"{name} by {gap:.2g} of at most {height:.2g}"))
-    if not off and abs(loss - answer.loss) <= _LOSS_TOLERANCE * abs(answer.loss):
+    if not off and abs(loss - answer.loss) <= tolerance.loss * abs(answer.loss):
         return None
     worst = [text for _, text in sorted(off, key=lambda each: -each[0])[:_SHOWN]]
     gradients_off = f"gradients of {len(off)} of {count} parameters differ, most {', '.join(worst)}" if off else ""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import (
-    RINGS,
     Cluster,
     Collective,
     Device,
@@ -312,7 +311,12 @@ def test_an_all_to_all_takes_as_long_as_its_slowest_link(shape: tuple[int, ...],
 def test_a_measured_all_to_all_is_preferred_and_one_that_was_not_follows_from_the_levels() -> None:
     group = MeasuredGroup(
         ranks=(0, 1),
-        **{f"{name}_{unit}": 3.0 for name in RINGS for unit in ("bytes_per_s", "latency_s")},
+        **{
+            f"{name}_{unit}": 3.0
+            for name in Collective
+            if name is not Collective.ALL_TO_ALL
+            for unit in ("bytes_per_s", "latency_s")
+        },
     )
     plain = cluster((2, FAST, False))
     pair = Strategy.parse("dp2").factors(Kind.DP)

@@ -110,6 +110,38 @@ def test_what_is_wrong_with_a_file_is_said(plan: Plan, tmp_path: Path, change: d
         Plan.load(tmp_path / "plan.json")
 
 
+def test_a_given_imbalance_is_in_the_file_and_slows_experts(plan: Plan, model: Path, tmp_path: Path) -> None:
+    """The busiest device computes and receives more; where experts follow the rest of a layer nothing changes."""
+    options = {"batch": 32, "memory": "24GiB"}
+    busier = galvatron.plan(model, "a100-8", expert_imbalance=1.5, **options)  # type: ignore[arg-type]
+    assert busier.throughput < plan.throughput
+    busier.save(tmp_path / "plan.json")
+    kinds = json.loads((tmp_path / "plan.json").read_text())["model"]["kinds"]
+    assert [kind["experts"]["imbalance"] for kind in kinds if "experts" in kind] == [1.5]
+    assert Plan.load(tmp_path / "plan.json") == busier
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(explanation_view(explain(busier)))
+    assert "the busiest device has 1.5 times the mean of their tokens" in console.export_text()
+    off = [
+        galvatron.plan(model, "a100-8", expert_parallel=False, expert_imbalance=factor, **options)  # type: ignore[arg-type]
+        for factor in (1.0, 1.5)
+    ]
+    assert off[0].throughput == off[1].throughput
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [
+        (None, 0.9, "expert-imbalance: 0.9 given; expected the tokens of the busiest device over the mean, from 1"),
+        (None, float("nan"), "expert-imbalance: nan given"),
+        ("bert-base", 1.2, "expert-imbalance: 1.2 given, but bert-base has no experts; leave it out"),
+    ],
+)
+def test_an_imbalance_that_cannot_be_is_refused(model: Path, name: str | None, factor: float, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        galvatron.plan(name or model, "a100-8", batch=32, expert_imbalance=factor)
+
+
 def test_the_explanation_names_them(plan: Plan) -> None:
     console = Console(width=240, record=True, file=io.StringIO())
     console.print(explanation_view(explain(plan)))

@@ -24,7 +24,8 @@ from search_oracles import (
 )
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
-from galvatron.core.spec import GPIPE, Experts, Kind, ModelSpec, Training
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import GPIPE, Experts, Kind, LayerSpec, ModelSpec, Strategy, Training
 from galvatron.planner.cost import GALVATRON, NEVER, CostModel, experts
 from galvatron.planner.search import Candidates, Optimum, Problem, StageProblem, search, solve_stage
 from galvatron.planner.search.thinning import undominated
@@ -137,12 +138,33 @@ def test_a_cluster_of_uneven_links_is_searched_too() -> None:
     assert throughput(optimum) == (Fraction(expected.batch, expected.iteration_ns) if expected else 0)
 
 
-def _expert_stage(budget_gib: int) -> tuple[StageProblem, StageProblem, int]:
-    """Dense layers and layers with experts in turn on 8 devices: with all candidates, and with those that are left when
-    strategies and axes of experts are priced apart and thinned; in whole microseconds and MiB."""
-    dense = block("dense", 1024, 512, 16)
-    sparse = replace(
-        block("sparse", 1024, 512, 16),
+def test_experts_have_no_tp_beside_divided_sequences() -> None:
+    """The runtime refuses it: TP ranks of experts have the same tokens, those of divided sequences have not."""
+    divisible = replace(_sparse(), tensor_parallel=replace(_sparse().tensor_parallel, sequence_divides=(512,)))
+    model = ModelSpec(name="sparse", family="custom", layers=(divisible,) * 4, training=Training())
+    cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)
+    space = Space(
+        name="full",
+        title="",
+        kinds=frozenset({Kind.SDP, Kind.TP, Kind.EP}),
+        switches=Switches(sequence_parallel=True, expert_parallel=True),
+    )
+    candidates = Candidates.of(cost, space, 1)
+    columns = candidates.columns(candidates.tables(np.array([16]), np.array([1])), [1])
+    found = [candidates.strategy(columns, index) for index in range(len(columns.strategy))]
+    tensor = {own.sequence_parallel for own in found if own.experts and own.expert_factors(Kind.TP)}
+    assert tensor == {False}
+    assert any(own.experts and own.sequence_parallel for own in found)
+    with pytest.raises(InvalidInput, match="hold different tokens under"):
+        Strategy.parse("dp4-tp2/ep4-tp2+sp")
+    assert model.allows(divisible, Strategy.parse("dp4-tp2/ep4-tp2"))
+
+
+def _sparse() -> LayerSpec:
+    """A block with 16 experts."""
+    dense = block("sparse", 1024, 512, 16)
+    return replace(
+        dense,
         parameters=dense.parameters + 16 * 8 * 1024 * 1024,
         experts=Experts(
             count=16,
@@ -155,6 +177,12 @@ def _expert_stage(budget_gib: int) -> tuple[StageProblem, StageProblem, int]:
             imbalance=1.2,
         ),
     )
+
+
+def _expert_stage(budget_gib: int) -> tuple[StageProblem, StageProblem, int]:
+    """Dense layers and layers with experts in turn on 8 devices: with all candidates, and with those that are left when
+    strategies and axes of experts are priced apart and thinned; in whole microseconds and MiB."""
+    dense, sparse = block("dense", 1024, 512, 16), _sparse()
     layers = ([dense] * 2 + [sparse] * 2) * 4
     model = ModelSpec(name="sparse", family="custom", layers=tuple(layers), training=Training())
     cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)

@@ -45,6 +45,8 @@ _TIMES = Table(
         Key("backward_sharded", "backward_sharded_s", _TIME, "the same for backward"),
         Key("recompute", "recompute_s", _TIME, "time of recomputing it besides a second forward"),
         *_VARIANT,
+        Key("ep", "ep", whole(1, 2**20), "degree of expert parallelism at which it was measured"),
+        Key("fused_loss", "fused_loss", FLAG, "whether with its loss in chunks"),
     ),
     many=(1, 10_000),
 )
@@ -93,9 +95,10 @@ def _checked(profile: ModelProfile, file: str) -> ModelProfile:
         ("memory", profile.memory),
     )
     for key, measured in kinds:
-        seen: set[tuple[str, int, bool]] = set()
+        seen: set[tuple[str, int, bool, int, bool]] = set()
         for index, one in enumerate(measured):
-            variant = (one.layer, one.tp, one.sequence_parallel)
+            ep, fused = (one.ep, one.fused_loss) if isinstance(one, LayerTime) else (1, False)
+            variant = (one.layer, one.tp, one.sequence_parallel, ep, fused)
             if variant in seen:
                 raise InvalidInput(
                     f"{file}: {key}[{index}].layer is {one.layer!r} again; expected each layer once for each degree of "

@@ -1,6 +1,6 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
-from galvatron.core.spec.cluster import RINGS, Cluster, Collective, Device, Level, Link, MeasuredGroup
+from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
 from galvatron.core.spec.model import (
     LOSS_CHUNK_CELLS,
     Attention,
@@ -39,7 +39,6 @@ __all__ = [
     "LOSS_CHUNK_CELLS",
     "ONE_F_ONE_B",
     "OPTIMIZERS",
-    "RINGS",
     "SCHEDULES",
     "SGD",
     "SWITCHES",

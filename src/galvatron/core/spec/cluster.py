@@ -21,7 +21,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import Precision
 from galvatron.core.spec.strategy import Factor, degree_of
 
-__all__ = ["RINGS", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+__all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +78,6 @@ class Collective(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     """Each member sends each other member a part of its own."""
-
-
-RINGS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-"""The collectives that go round a ring."""
 
 
 @dataclass(frozen=True, slots=True)

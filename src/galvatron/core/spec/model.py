@@ -266,12 +266,15 @@ class LayerSpec:
         return bool(lengths) and all(length % degree == 0 for length in lengths)
 
     def allows_experts(self, strategy: Strategy) -> bool:
-        """Whether the axes of a strategy's experts divide the layer's experts; without such axes any layer goes."""
+        """Whether the axes of a strategy's experts divide the layer's experts; without such axes any layer goes. TP
+        ranks of experts have the same tokens, so it does not go with sequence parallelism."""
         if not strategy.experts:
             return True
         if self.experts is None or self.experts.count % degree_of(strategy.expert_factors(Kind.EP)):
             return False
         tensor = degree_of(strategy.expert_factors(Kind.TP))
+        if tensor > 1 and strategy.sequence_parallel:
+            return False
         return all(width % tensor == 0 for width in self.experts.divides)
 
 

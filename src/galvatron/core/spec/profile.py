@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 __all__ = ["LayerMemory", "LayerTime", "ModelProfile"]
 
@@ -38,6 +39,10 @@ class LayerTime:
     tp: int = 1
     """Degree of tensor parallelism at which it was measured."""
     sequence_parallel: bool = False
+    ep: int = 1
+    """Degree of expert parallelism, beside data parallelism of the same degree. What tokens take between devices is not
+    in it, what sorting them takes is."""
+    fused_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +69,37 @@ class ModelProfile:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def time_of(self, layer: str, tp: int = 1, *, sequence_parallel: bool = False) -> LayerTime | None:
-        """What was measured nearest to this: at the largest degree that is not above it, with sequence parallelism
-        only where that is asked for."""
+    def to_dict(self) -> dict[str, Any]:
+        """As plan files have it. What was measured without EP or a fused loss does not mention it, as before there was
+        any: digests and files stay the same."""
+        facts = asdict(self)
+        for time in facts["times"]:
+            if time["ep"] == 1:
+                del time["ep"]
+            if not time["fused_loss"]:
+                del time["fused_loss"]
+        return facts
+
+    def time_of(
+        self, layer: str, tp: int = 1, *, sequence_parallel: bool = False, fused_loss: bool = False
+    ) -> LayerTime | None:
+        """What was measured nearest to this: at the largest degree that is not above it, with sequence parallelism or a
+        fused loss only where that is asked for."""
         known = [
             time
             for time in self.times
-            if time.layer == layer and time.tp <= tp and (sequence_parallel or not time.sequence_parallel)
+            if (time.layer, time.ep) == (layer, 1)
+            and time.tp <= tp
+            and (sequence_parallel or not time.sequence_parallel)
+            and (fused_loss or not time.fused_loss)
         ]
-        return max(known, key=lambda time: (time.tp, time.sequence_parallel), default=None)
+        return max(known, key=lambda time: (time.fused_loss, time.tp, time.sequence_parallel), default=None)
+
+    def expert_times(self, layer: str) -> dict[int, LayerTime]:
+        """What was measured with expert parallelism, by its degree."""
+        return {time.ep: time for time in self.times if time.layer == layer and time.ep > 1}
 
     def memory_of(self, layer: str, tp: int, *, sequence_parallel: bool) -> LayerMemory | None:
         """What was measured of exactly this: what TP divides and what it does not only measurements at its degree

@@ -196,6 +196,11 @@ class Strategy(LayerSwitches):
                 f"strategy {str(self)!r}: tp of the experts joins devices that tp of the layer does not; they would "
                 "lack each other's tokens"
             )
+        if self.sequence_parallel and self.expert_factors(Kind.TP):
+            raise InvalidInput(
+                f"strategy {str(self)!r}: the ranks of the experts' tp hold different tokens under +sp; leave one of "
+                "them out"
+            )
 
 
 def _written(axes: tuple[Axis, ...]) -> str:

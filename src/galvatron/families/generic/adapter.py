@@ -9,7 +9,7 @@ parallelism are what the stock model's own plans say (see ``tensor_plan``, ``exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import TensorParallel
 from galvatron.families.adapters import count_targets
+from galvatron.families.generic.balance import record_scores
 from galvatron.families.generic.decoder_inputs import DecoderInputs
 from galvatron.families.generic.examples import random_batch, shortened, takes_tokens
 from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
-from galvatron.families.generic.own_loss import refuse_balance_loss, refuse_capacity, refuse_layer_drop, shifts_labels
+from galvatron.families.generic.own_loss import find_balance, refuse_capacity, refuse_layer_drop, shifts_labels
 from galvatron.families.generic.projection import fusible_projection
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
@@ -46,7 +47,6 @@ class Generic(LayeredModel):
 
     def __init__(self, model: Any, batch: Batch | None = None, loss: LossFunction | None = None) -> None:
         super().__init__(model)
-        refuse_balance_loss(model)
         refuse_capacity(model)
         refuse_layer_drop(model)
         self._sample = batch
@@ -60,6 +60,10 @@ class Generic(LayeredModel):
         for _, idle in self.anatomy.modules(self.anatomy.idle).values():
             idle.requires_grad_(False)  # in one process it has no gradient, so that no optimizer touches it
         self._shifted = _shifts(model, self.anatomy, trial, loss)
+        self.balance = find_balance(model, self.anatomy, trial, own_loss=loss is None)
+        if self.balance is not None:
+            self.wide_activations = 1
+            record_scores(model, self.anatomy.lists[0])
         self._fusible = fusible_projection(model, self.anatomy, self._decoder_inputs.complete(trial))
         self._stubbed = StubbedModel(model, self.anatomy.lists, self.anatomy.units)
         kinds = self._kinds()
@@ -85,14 +89,19 @@ class Generic(LayeredModel):
         # Of two stacks the embedding is whole: that of the decoder is tied to it, and may be computed otherwise.
         split = rules and len(anatomy.segments) == 1
         first, last = self._around_rules(model, loss) if split else ((), ())
-        layers: list[Layer] = [Embedding(anatomy, model, first)]
+        embedding = Embedding(anatomy, model, first)
+        embedding.balance = self.balance
+        layers: list[Layer] = [embedding]
         for place, segment in enumerate(anatomy.segments):
             if place:
                 layers.append(Bridge(anatomy, model, place))
             for index in range(segment.first, segment.last + 1):
                 block = model.get_submodule(anatomy.name(index))
-                layers.append(Block(anatomy, index, block, kinds[index], rules.get(kinds[index], ())))
+                own = Block(anatomy, index, block, kinds[index], rules.get(kinds[index], ()))
+                own.balance = self.balance
+                layers.append(own)
         head = Head(anatomy, model, last, self._shifted, loss)
+        head.balance = self.balance
         if loss is None and self._fusible is not None:
             head.fuse(self._fusible)
         return (*layers, head)
@@ -114,8 +123,12 @@ class Generic(LayeredModel):
             forward_collectives=summed + gathered,
             backward_collectives=entered,
             message_bytes=boundary_bytes,
-            sequence_divides=(tokens,) if tokens and layer.kind in self.tensor_rules.divisible else (),
+            sequence_divides=(tokens,) if tokens and self._divides_sequence(layer) else (),
         )
+
+    def _divides_sequence(self, layer: Layer) -> bool:
+        """A tally is of whole samples, so ranks must not have parts of them."""
+        return self.balance is None and layer.kind in self.tensor_rules.divisible
 
     def _around_rules(self, model: Any, loss: LossFunction | None) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
         """The vocabulary is split where the embedding is one, and where the head's scores go into our own loss."""
@@ -133,6 +146,10 @@ class Generic(LayeredModel):
         )
         shared = embedding is not None and head is not None and embedding.weight is head.weight
         return (before, after) if not shared or bool(before) == bool(after) else ((), ())
+
+    def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        own: nn.Module = self._stubbed.model
+        return own.named_buffers(remove_duplicate=False)
 
     def context(self, batch: Batch, dtype: torch.dtype) -> Context:
         batch = self._decoder_inputs.complete(batch)
@@ -164,7 +181,8 @@ class Generic(LayeredModel):
         # Of layers: an embedding or a bridge stands before each list of blocks.
         starts = [segment.first + place + 1 for place, segment in enumerate(self.anatomy.segments)]
         segment = self.anatomy.segments[max(sum(start <= index for start in starts) - 1, 0)]
-        return tuple(tuple(own.shape[1:]) for own in segment.activations(context.calls[segment.first]))
+        shapes = tuple(tuple(own.shape[1:]) for own in segment.activations(context.calls[segment.first]))
+        return shapes if self.balance is None else (*shapes, (self.balance.width,))
 
     def targets(self, batch: Batch) -> int:
         labels = batch["labels"]

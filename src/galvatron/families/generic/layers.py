@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import next_tokens
+from galvatron.families.generic.balance import Balance, recorded
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer
@@ -63,6 +64,9 @@ class _Around(Layer):
     def drawing_modules(self) -> Iterator[nn.Module]:
         return self.part.modules()  # dropouts around the blocks own no parameters, so they belong to no layer
 
+    def stock_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.part.buffers()  # its modules are in there, and others that no layer has
+
     def stock_name(self, name: str) -> str:
         attribute, _, _ = name.partition(".")
         held = isinstance(getattr(self, attribute), Held)
@@ -73,12 +77,15 @@ class _Around(Layer):
 class Embedding(_Around):
     """All before the first block."""
 
+    balance: Balance | None = None
+
     def __init__(self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...]) -> None:
         super().__init__("embedding", anatomy, model, 0, rules)
         self.segment = anatomy.segments[0]
 
     def forward(self, activations: Activations, context: Context) -> Activations:
-        return self.part.until(self.segment, None, context, training=self.training)
+        made = self.part.until(self.segment, None, context, training=self.training)
+        return made if self.balance is None else (*made, self.balance.start(len(made[0]), made[0]))
 
 
 class Bridge(_Around):
@@ -96,6 +103,7 @@ class Block(Layer):
     """A block of a list."""
 
     block: nn.Module
+    balance: Balance | None = None
 
     def __init__(self, anatomy: Anatomy, index: int, block: nn.Module, kind: str, rules: tuple[Rule, ...]) -> None:
         super().__init__(kind, {"block": (anatomy.name(index), block)}, rules)
@@ -106,6 +114,14 @@ class Block(Layer):
         return self.names
 
     def forward(self, activations: Activations, context: Context) -> Activations:
+        if self.balance is None:
+            return self._run(activations, context)
+        *given, tally = activations
+        with recorded() as scores:
+            made = self._run(tuple(given), context)
+        return (*made, self.balance.add(tally, scores, context.batch.get("attention_mask")))
+
+    def _run(self, activations: Activations, context: Context) -> Activations:
         call = self.segment.called_with(context.calls[self.index], activations)
         made = self.block(*call.args, **call.kwargs)
         return (made if isinstance(made, Tensor) else made[0], *activations[1:])
@@ -113,6 +129,8 @@ class Block(Layer):
 
 class Head(_Around):
     """All after the last block, and the loss."""
+
+    balance: Balance | None = None
 
     def __init__(
         self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...], shifted: bool, loss: LossFunction | None
@@ -134,7 +152,8 @@ class Head(_Around):
         if self.custom is not None:
             return (self.custom(output, context.batch),)
         labels = context.batch["labels"]
-        return (self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels),)
+        loss = self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels)
+        return (loss,) if self.balance is None else (loss, self.balance.term(activations[-1], self.over_rows))
 
 
 class _Part:
@@ -147,6 +166,11 @@ class _Part:
     def modules(self) -> Iterator[nn.Module]:
         model: nn.Module = self._stubbed.model
         return model.modules()
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """By their stock names."""
+        model: nn.Module = self._stubbed.model
+        return model.named_buffers(remove_duplicate=False)
 
     def set_module(self, name: str, module: nn.Module) -> None:
         """Put another module in the place of the stock one of this name."""

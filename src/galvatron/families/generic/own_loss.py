@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import count_targets, next_tokens
+from galvatron.families.generic.balance import Balance, asks_for_scores, collect_scores, give_scores
 from galvatron.families.generic.segments import Anatomy
-from galvatron.families.generic.stubs import StubbedModel
+from galvatron.families.generic.stubs import Call, StubbedModel
 from galvatron.families.layer import IGNORED, Batch, CrossEntropy
 
-__all__ = ["refuse_balance_loss", "refuse_capacity", "refuse_layer_drop", "shifts_labels"]
+__all__ = ["find_balance", "refuse_capacity", "refuse_layer_drop", "shifts_labels"]
 
 _TOLERANCE = 1e-4
+_ROUNDING = 1e-5
+"""Of a loss in fp32."""
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k", "moe_top_k", "moe_k")
+_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What models, or their configurations, call experts, how many a token chooses, and the weight of their balance."""
 
 
 def shifts_labels(model: nn.Module, anatomy: Anatomy, batch: Batch) -> bool:
@@ -83,13 +90,74 @@ def refuse_layer_drop(model: nn.Module) -> None:
             )
 
 
-def refuse_balance_loss(model: nn.Module) -> None:
-    """A term of the loss that comes from inside the blocks, where nobody would compute it."""
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise InvalidInput(
-            f"{type(model).__name__}: output_router_logits of its configuration is True, so its loss has a term for "
-            "the balance of experts, which is not computed here; set it to False"
-        )
+def find_balance(model: nn.Module, anatomy: Anatomy, batch: Batch, *, own_loss: bool) -> Balance | None:
+    """The term for the balance of experts in the model's own loss; None: it has none.
+
+    Its own forward is run with random scores of routers. A term that is not the usual one is refused, and any where the
+    user gives another loss (``own_loss`` False), of which nobody knows whether it should have one.
+    """
+    if not asks_for_scores(model):
+        return None
+    name = type(model).__name__
+    given = f"{name}: output_router_logits of its configuration is True, so its loss has a term for the balance of"
+    if not own_loss:
+        raise InvalidInput(f"{given} experts, which a loss function of your own does not get; set it to False")
+    if len(anatomy.segments) > 1 or "labels" not in batch:
+        raise InvalidInput(f"{given} experts, which is not known for such a model; set it to False")
+    experts, chosen, weight = (_first(model, names) for names in (_COUNTS, _CHOSEN, _WEIGHTS))
+    balance = Balance(int(experts or 2), int(chosen or 1), float(weight or 0.0))
+    masks: list[Tensor | None] = [None]
+    if "attention_mask" in anatomy.inputs and "input_ids" in batch:
+        padded = torch.ones_like(batch["input_ids"])
+        padded[0, padded.shape[1] // 2 :] = 0
+        masks.append(padded)
+    for mask in masks:
+        own, ours = _balance_gap(model, anatomy, batch, balance, mask)
+        if own == 0.0:
+            return None
+        if not abs(own - ours) <= _TOLERANCE * abs(ours) + _ROUNDING:
+            raise InvalidInput(
+                f"{given} experts, which changes by {own:.6f} between two trial batches, where {balance.chosen} of "
+                f"{balance.experts} experts and the weight {balance.weight:g} make {ours:.6f}; such a term is not "
+                "known, so set it to False"
+            )
+    return balance
+
+
+def _first(model: Any, names: tuple[str, ...]) -> Any:
+    """What the model says, or its configuration, or that of its text."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    places = (model, config, text)
+    found = (getattr(place, name, None) for place in places for name in names)
+    return next((own for own in found if isinstance(own, int | float) and not isinstance(own, bool)), None)
+
+
+def _balance_gap(
+    model: nn.Module, anatomy: Anatomy, batch: Batch, balance: Balance, mask: Tensor | None
+) -> tuple[float, float]:
+    """How far the losses of even and of uneven scores are apart, all else being equal: the model's own, and ours."""
+    stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
+    collect_scores(stubbed.model, flag=True)
+    batch = batch if mask is None else {**batch, "attention_mask": mask}
+    rows, tokens = batch["labels"].shape[:2]
+    own, ours = [], []
+    for slope in (0.0, 3.0):
+        generator = torch.Generator().manual_seed(1)
+        tally = balance.start(rows, torch.empty(0))
+
+        def block(call: Call, generator: torch.Generator = generator, slope: float = slope) -> Any:
+            nonlocal tally
+            scores = torch.randn(rows * tokens, balance.experts, generator=generator)
+            scores = scores + slope * torch.arange(balance.experts)
+            give_scores(scores)
+            tally = balance.add(tally, [scores], mask)
+            return anatomy.passed(call)
+
+        stubbed.on_block = block
+        own.append(_own_loss(stubbed, anatomy, batch, type(model).__name__)[0] or 0.0)
+        ours.append(float(balance.term(tally, lambda known: known)))
+    return own[1] - own[0], ours[1] - ours[0]
 
 
 def _own_loss(stubbed: StubbedModel, anatomy: Anatomy, batch: Batch, name: str) -> tuple[float | None, Tensor | None]:
@@ -98,7 +166,7 @@ def _own_loss(stubbed: StubbedModel, anatomy: Anatomy, batch: Batch, name: str) 
     try:
         with torch.no_grad():
             output = stubbed.run(inputs, torch.float32, training=False)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # of whatever kind: it comes from the stock model's own forward
         reason = str(error).partition("\n")[0]
         raise InvalidInput(
             f"{name}: its own loss of a trial batch fails ({reason}); give an example batch with labels that fit it, "

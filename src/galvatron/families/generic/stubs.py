@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
+from galvatron.families.generic.balance import collect_scores
 
 __all__ = [
     "GROUPED",
@@ -124,6 +125,7 @@ class StubbedModel:
             config: Any = getattr(module, "config", None)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
+        collect_scores(self.model, flag=False)  # there are none of blocks that do not run
         self.blocks: list[nn.Module] = [block for name in lists for block in self.model.get_submodule(name).children()]
         """Those of all lists, in order."""
         self.log = _Log()

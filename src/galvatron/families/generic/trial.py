@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -17,6 +17,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel, Unit, find_units, has_nan
 from galvatron.families.layer import Batch
+from galvatron.families.weights import persistent_buffers
 
 __all__ = ["find_blocks"]
 
@@ -171,6 +172,7 @@ def _examine(trial: _Trial, names: tuple[str, ...]) -> Anatomy:
     for place in range(1, len(segments)):
         _check_between(anatomy, trial, place)
     _check_after(anatomy, trial)
+    _check_buffers(anatomy, trial)
     return anatomy
 
 
@@ -265,37 +267,57 @@ def _with_arguments(anatomy: Anatomy, trial: _Trial, lists: Sequence[_List]) -> 
         hidden = anatomy.hidden(call)
         return hidden if extras[place] is None else (hidden, *extras[place])
 
+    def needed(call: Call, place: int | str) -> bool:
+        """Whether it has values that were computed, or the block fails without it (attention to the same tokens as the
+        block before). Some take it and make their own."""
+        if has_nan(call.argument(place)):
+            return True
+        try:
+            stubbed.shapes_of_block(call.given({place: None}))
+        except (ValueError, TypeError, AttributeError, KeyError, AssertionError):
+            return True
+        except (RuntimeError, NotImplementedError):  # it looks at values, of which there are none
+            return False
+        return False
+
     stubbed.on_block = passed
     trial.run(stubbed)
     found = []
     for segment, own in zip(anatomy.segments, extras, strict=True):
         calls = [call for call in stubbed.log.calls if segment.first <= call.block <= segment.last]
-        found.append(replace(segment, handed=_handed(segment, calls, own)))
+        found.append(replace(segment, handed=_handed(segment, calls, own, needed)))
     return tuple(found)
 
 
 def _nans(own: _List) -> Any:
-    """What a block returns after the hidden state, with NaNs for values that were computed with weights."""
+    """What a block returns after the hidden state, with NaNs for values that were computed with weights, and zeros for
+    whole numbers (which tokens it attended to)."""
     if own.extra is None:
         return None
     return tuple(
-        torch.full(made.shape, torch.nan) if isinstance(made, Tensor) and made.is_floating_point() else extra
+        torch.full(made.shape, torch.nan if made.is_floating_point() else 0, dtype=made.dtype)
+        if isinstance(made, Tensor)
+        else extra
         for made, extra in zip(own.made[1:], own.extra, strict=True)
     )
 
 
-def _handed(segment: Segment, calls: Sequence[Call], extra: Any) -> tuple[int | str, ...]:
-    """Where blocks take the tensor that is handed to all of them."""
+def _handed(
+    segment: Segment, calls: Sequence[Call], extra: Any, needed: Callable[[Call, int | str], bool]
+) -> tuple[int | str, ...]:
+    """Where blocks take the tensor that is handed to all of them; ``needed``: whether a block needs an argument."""
     found: dict[int | str, Any] = {}
     for call in calls:
         for place, own in call.arguments.items():
-            if place == segment.hidden_argument or not has_nan(own):
+            if place == segment.hidden_argument:
                 continue
-            if any(own is other for other in extra or ()):
+            if isinstance(own, Tensor) and any(own is other for other in extra or ()) and needed(call, place):
                 raise _Unfit(
                     f"argument {place!r} of its modules is what the one before returned besides the hidden state, and "
                     "would have to travel too"
                 )
+            if not has_nan(own):
+                continue
             tensor = next(iter(found.values()), own)
             if segment.first == 0 or not isinstance(own, Tensor) or own is not tensor:
                 raise _Unfit(f"argument {place!r} of its modules is computed with weights")
@@ -340,6 +362,22 @@ def _check_after(anatomy: Anatomy, trial: _Trial) -> None:
     stubbed.on_block = zeros
     if has_nan(list(_tensors(trial.run(stubbed)))):
         raise _Unfit("what follows uses more of what precedes than the hidden state")
+
+
+def _check_buffers(anatomy: Anatomy, trial: _Trial) -> None:
+    """No statistics may be kept of what comes around the blocks: they would be those of a rank's part of a batch."""
+    stubbed = StubbedModel(trial.model, anatomy.lists, anatomy.units)
+    stubbed.noise = torch.Generator().manual_seed(0)
+    stubbed.on_block = anatomy.passed
+    before = {name: own.clone() for name, own in persistent_buffers(stubbed.model).items() if not own.is_meta}
+    if before:
+        trial.run(stubbed, training=True)
+    after = persistent_buffers(stubbed.model)
+    changed = [name for name, own in before.items() if not torch.equal(own, after[name])]
+    if changed:
+        raise _Unfit(
+            f"the model's own forward changes {changed[0]}, by statistics of a batch, of which a rank has a part"
+        )
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

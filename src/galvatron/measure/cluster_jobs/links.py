@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import RINGS, Collective, Factor
+from galvatron.core.spec import Collective, Factor
 from galvatron.measure.cluster_jobs.findings import GroupProbe, TransferProbe
 from galvatron.measure.cluster_jobs.messages import Sizes, sizes_for
 from galvatron.measure.cluster_jobs.shapes import factors_of, groups_of, shapes
@@ -29,7 +29,7 @@ def link_probes(peers: Peers) -> Iterator[tuple[GroupProbe | TransferProbe, Prob
         own = next(ranks for ranks in partition if peers.rank in ranks)
         group = _group(partition, own)
         sizes[factors] = sizes_for(partial(_sum, group, peers), peers)
-        for collective in RINGS:
+        for collective in Collective:
             for size in sizes[factors]:
                 key = GroupProbe(collective=collective, ranks=partition[0], message_bytes=size)
                 yield key, _collective_probe(collective, group, size, peers)
@@ -63,6 +63,7 @@ def _collective_probe(collective: Collective, group: ProcessGroup, size: int, pe
         Collective.ALL_REDUCE: lambda: collectives.all_reduce(whole, group),
         Collective.ALL_GATHER: lambda: collectives.all_gather(part, group),
         Collective.REDUCE_SCATTER: lambda: collectives.reduce_scatter(whole, group),
+        Collective.ALL_TO_ALL: lambda: collectives.all_to_all(whole, None, None, group),
     }
     run = work[collective]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from galvatron.core.spec import ModelSpec
-from galvatron.measure.layer_jobs.probes import LayerFindings, LayerProbe, Variant
+from galvatron.measure.figures import Block
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant
 
 if TYPE_CHECKING:
     from galvatron.processes.peers import Peers
@@ -19,11 +20,16 @@ class LayerJob:
     """Measure these layers."""
 
     model: ModelSpec
-    probes: tuple[LayerProbe, ...]
+    groups: tuple[tuple[LayerProbe, ...], ...]
+    """Measured in turns; the layers of one group are there at the same time."""
     devices: int
     """Processes that measure at once: as many as will share the cores."""
     rounds: int
     block_s: float = 0.03
+
+    @property
+    def probes(self) -> tuple[LayerProbe, ...]:
+        return tuple(probe for group in self.groups for probe in group)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -38,18 +44,22 @@ class LayerJob:
         from galvatron.measure.rehearsal.alone import alone_as
         from galvatron.measure.timing import Rounds, measure_in_turns
 
+        rounds = Rounds(count=self.rounds, block_s=self.block_s)
+        blocks: dict[LayerProbe, list[Block]] = {}
+        memory: dict[Variant, list[LayerBytes]] = {}
+        left = len(self.probes)
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
         with alone_as(0, max(variant.ranks for variant in self.variants)):
             bench = Bench(self.model, peers)
-            largest_first = sorted(self.probes, key=lambda probe: -probe.samples)
-            probes = {probe: bench.probe(probe.variant, probe.samples) for probe in largest_first}
-            blocks = measure_in_turns(probes, Rounds(count=self.rounds, block_s=self.block_s), peers)
-            whole = [variant for variant in self.variants if not (variant.sharded or variant.recompute)]
-            memory = (
-                {variant: bench.memory(variant, self._samples(variant)) for variant in whole} if peers.rank == 0 else {}
-            )
-            peers.meet()
+            for group in self.groups:
+                done, left = len(self.probes) - left, left - len(group)
+                probes = bench.fitting(sorted(group, key=lambda probe: -probe.samples))
+                blocks |= measure_in_turns(probes, rounds, peers, before=done, after=left)
+                for variant in dict.fromkeys(probe.variant for probe in probes):
+                    if variant.plain and peers.rank == 0:
+                        counts = [probe.samples for probe in probes if probe.variant == variant]
+                        memory[variant] = bench.memory(variant, counts)
+                peers.meet()
+                del probes
+                bench.clear()
         return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory)
-
-    def _samples(self, variant: Variant) -> list[int]:
-        return [probe.samples for probe in self.probes if probe.variant == variant]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
+from galvatron.planner.space import divisors
 
-__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "probes_of", "variants_of"]
+__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "groups_of", "probes_of", "variants_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,21 +25,32 @@ class Variant:
     """With its parameters divided over two ranks, to see what dividing them takes besides the messages."""
     recompute: bool = False
     """With its forward run again in backward, to see what that takes besides."""
+    ep: int = 1
+    """With its experts divided over so many data-parallel ranks; tokens stay where they are, as many as would come."""
+    fused_loss: bool = False
+    """With its loss in chunks."""
 
     @property
     def strategy(self) -> str:
-        axes = ((Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
+        axes = ((Kind.DP, self.ep), (Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
         return str(
             Strategy(
                 tuple(Axis(kind, degree) for kind, degree in axes if degree > 1),
+                experts=(Axis(Kind.EP, self.ep),) if self.ep > 1 else (),
                 sequence_parallel=self.sequence_parallel,
                 recompute=self.recompute,
+                fused_loss=self.fused_loss,
             )
         )
 
     @property
+    def plain(self) -> bool:
+        """Whether it is nothing but a split: what it keeps is weighed."""
+        return not (self.sharded or self.recompute or self.fused_loss) and self.ep == 1
+
+    @property
     def ranks(self) -> int:
-        return self.tp * (2 if self.sharded else 1)
+        return self.ep * self.tp * (2 if self.sharded else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +86,16 @@ _MOST = 8
 _LONGEST_S = 2.0
 """Of one forward and backward."""
 _MEMORY_SHARE = 0.25
-"""Of a device's memory, for the inputs of a layer and what it saves of them."""
+"""Of a device's memory, for what samples take in a layer."""
+_WEIGHTS_SHARE = 0.4
+"""Of a device's memory, for the parameters of layers that are measured in turns."""
+_BYTES_OF_A_PARAMETER = 16
+"""While a layer is measured: master, working copy, gradients of both and a buffer to sum them in."""
 
 
 def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Variant, ...]:
-    """Every kind of layer whole, split as far as it can be, with its parameters sharded, and recomputed."""
+    """Every kind of layer whole, split as far as it can be, with its experts divided, with its parameters sharded, and
+    recomputed."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
     other = [
         Variant(
@@ -94,14 +111,22 @@ def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple
         if not sharded or (devices > 1 and kind.parameters)
     ]
     split = [
-        Variant(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence)
+        Variant(layer=kind.name, index=first[kind.name], tp=degree, sequence_parallel=sequence, fused_loss=fused)
         for kind in model.kinds
         for degree in degrees
         if degree == 1 or (kind.tensor_parallel is not None and kind.allows_tensor_parallel(degree))
         for sequence in (False, True)
         if not sequence or (degree > 1 and kind.allows_sequence_parallel(degree))
+        for fused in (False, True)
+        if not fused or (kind.fused_loss is not None and not sequence)
     ]
-    return (*split, *other)
+    divided = [
+        Variant(layer=kind.name, index=first[kind.name], tp=1, sequence_parallel=False, ep=degree)
+        for kind in model.kinds
+        for degree in divisors(devices)
+        if degree > 1 and kind.experts is not None and kind.experts.count % degree == 0
+    ]
+    return (*split, *divided, *other)
 
 
 def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -> tuple[LayerProbe, ...]:
@@ -119,10 +144,29 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     return tuple(probes)
 
 
+def groups_of(probes: Sequence[LayerProbe], model: ModelSpec, cluster: Cluster) -> tuple[tuple[LayerProbe, ...], ...]:
+    """The probes in groups whose layers are there at the same time: all of them, if memory allows."""
+    kinds = {kind.name: kind for kind in model.kinds}
+    room = _WEIGHTS_SHARE * cluster.device.memory_bytes
+    groups: list[list[LayerProbe]] = []
+    held = 0.0
+    for variant in dict.fromkeys(probe.variant for probe in probes):
+        kind = kinds[variant.layer]
+        whole = kind.replicated_parameters if kind.tensor_parallel is not None else kind.parameters
+        parameters = whole + (kind.parameters - whole) / variant.tp
+        held += _BYTES_OF_A_PARAMETER * parameters
+        if not groups or held > room:
+            groups.append([])
+            held = _BYTES_OF_A_PARAMETER * parameters
+        groups[-1] += [probe for probe in probes if probe.variant == variant]
+    return tuple(map(tuple, groups))
+
+
 def _most(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> int:
     """At least two, so that there is a line."""
     parts = variant.tp if kind.tensor_parallel is not None else 1
     one_s = 3 * kind.forward_flops / parts / cluster.device.flops_per_s(model.training.precision)
-    one_bytes = kind.split_activation_bytes / parts + kind.replicated_activation_bytes + kind.boundary_bytes
+    divided = kind.split_activation_bytes + kind.transient_bytes
+    one_bytes = divided / parts + kind.replicated_activation_bytes + kind.boundary_bytes
     room = _MEMORY_SHARE * cluster.device.memory_bytes
     return max(2, int(min(_MOST * variant.tp, _LONGEST_S / max(one_s, 1e-9), room / max(one_bytes, 1))))

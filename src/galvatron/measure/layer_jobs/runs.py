@@ -5,6 +5,9 @@ A layer is a stage of its own here, in a world where the other ranks of its TP g
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,14 +16,15 @@ from torch import Tensor
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
-from galvatron.families.layer import Activations
+from galvatron.families.generic.layers import Bridge, Embedding, Head
+from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
-from galvatron.measure.layer_jobs.probes import LayerBytes, Variant
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerProbe, Variant
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.peers import Peers
-from galvatron.runtime.assembly import Assembly, RankStage, assemble
+from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
@@ -29,6 +33,7 @@ from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["Bench"]
 
+_LOG = logging.getLogger(__name__)
 _SPREAD = 0.02
 _CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 """Larger than what a device keeps near its arithmetic."""
@@ -41,8 +46,7 @@ class Bench:
         if model.config is None:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
         self._model, self._peers = model, peers
-        stock = build_meta(model.config, model.training, as_named=model.family == "generic")
-        self._layered = layered_model(stock)
+        self._layered = self._made()
         self._weights = CheapWeights(self._layered)
         narrow = torch.bfloat16 if model.training.precision is Precision.BF16 else torch.float32
         self._settings = ComputeSettings(
@@ -56,10 +60,56 @@ class Bench:
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._elsewhere = torch.zeros(_CACHE_BYTES[peers.device.type] // 4, device=peers.device)
 
+    def _made(self) -> LayeredModel:
+        assert self._model.config is not None
+        return layered_model(
+            build_meta(self._model.config, self._model.training, as_named=self._model.family == "generic")
+        )
+
     def probe(self, variant: Variant, samples: int) -> Probe:
         run = self._run(variant, samples)
         clock = self._peers.compute_clock
         return Probe(lambda calls: seconds_of_calls(calls, run, self._peers.device, clock)[1::2])
+
+    def fitting(self, probes: Sequence[LayerProbe]) -> dict[LayerProbe, Probe]:
+        """Those of the probes that every rank has memory for, each run once; most samples first."""
+        found: dict[LayerProbe, Probe] = {}
+        for probe in probes:
+            own, fits = None, True
+            try:
+                own = self.probe(probe.variant, probe.samples)
+                own.run(1)
+            except torch.OutOfMemoryError:
+                own, fits = None, False
+            if all(self._peers.gather(fits)):
+                assert own is not None
+                found[probe] = own
+                continue
+            del own
+            self._drop(probe.variant)  # what it has begun is of no use; others build on what was left
+            found = {
+                other: self.probe(other.variant, other.samples) if other.variant == probe.variant else run
+                for other, run in found.items()
+            }
+            if self._peers.rank == 0:
+                _LOG.warning(
+                    "layer %r under %s is not measured with %d samples: the device has too little memory for them",
+                    probe.variant.layer, probe.variant.strategy, probe.samples,
+                )  # fmt: skip
+        counts = Counter(probe.variant for probe in found)
+        return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
+
+    def clear(self) -> None:
+        """Let go of all layers."""
+        for variant in list(self._assemblies):
+            self._drop(variant)
+        self._kept.clear()
+
+    def _drop(self, variant: Variant) -> None:
+        self._assemblies.pop(variant, None)
+        gc.collect()
+        if self._peers.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def memory(self, variant: Variant, samples: Sequence[int]) -> list[LayerBytes]:
         """For the smallest and the largest number of samples: what is between them is what the samples take."""
@@ -104,9 +154,13 @@ class Bench:
             stage = self._stage(variant)
             rows = variant.ranks // variant.tp
             assignments = RowAssignments([stage.strategies[0].batch_factors], rows)
-            pool = GroupPool(needed_groups([stage], rows, self._layered.ties, GPIPE), self._settings.device)
+            needed = needed_groups([stage], rows, self._layered.ties, GPIPE, sums_rows=sums_rows(self._layered))
+            pool = GroupPool(needed, self._settings.device)
             mine = RankStage(plan=stage, stages=[stage], assignments=assignments, rank=0)
-            self._assemblies[variant] = assemble(self._layered, mine, pool, self._weights, self._settings)
+            # What is around the blocks of an unknown family is changed where it is: it needs a model of its own.
+            around = isinstance(self._layered.layers[variant.index], Embedding | Bridge | Head)
+            layered = self._made() if around else self._layered
+            self._assemblies[variant] = assemble(layered, mine, pool, self._weights, self._settings)
             for unit in self._assemblies[variant].units:
                 unit.refresh()
                 unit.begin()
@@ -168,7 +222,7 @@ class _Run:
         for unit in self._assembly.units:
             unit.expect_backward(last=False)
         if self._last:
-            torch.autograd.backward(outputs[0] / self._targets)
+            torch.autograd.backward(outputs[0] / self._targets)  # its other term, if it has one, costs nothing
         else:
             flowing = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(flowing, [_gradient(output) for output in flowing])

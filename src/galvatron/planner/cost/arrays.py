@@ -79,7 +79,7 @@ class LossColumns:
     gradient_bytes: Floats
     """Of the projection's weight, as it is kept."""
     chunk_s: Floats
-    """Reading and writing the sum of that gradient once, in fp32."""
+    """Reading and writing the sum of that gradient once, in fp32; zero where a profile has it in its times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +191,13 @@ def layer_arrays(
     for before, after in zip(model.layers, model.layers[1:], strict=False):
         feeds[after.name] = max(feeds.get(after.name, 0), before.boundary_bytes)
     variants = [
-        (strategy.degree(Kind.TP), strategy.sequence_parallel, bool(strategy.sharding_factors))
+        (
+            strategy.degree(Kind.TP),
+            strategy.sequence_parallel,
+            bool(strategy.sharding_factors),
+            bool(strategy.experts),
+            strategy.fused_loss,
+        )
         for strategy in strategies
     ]
     measured = {
@@ -250,7 +256,7 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
-        fused=_loss_columns(model, cluster),
+        fused=_loss_columns(model, cluster, profile),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -294,7 +300,9 @@ def _expert_columns(
     )
 
 
-def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
+def _loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:
+    measured = {time.layer for time in profile.times if time.fused_loss} if profile else set()
+    counted = np.array([[kind.name not in measured] for kind in model.kinds])
     facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
     parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
     return LossColumns(
@@ -302,7 +310,7 @@ def _loss_columns(model: ModelSpec, cluster: Cluster) -> LossColumns:
         saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
         parameters=parameters,
         gradient_bytes=parameters * model.training.precision.bytes,
-        chunk_s=2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
+        chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
     )
 
 
@@ -318,22 +326,35 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
     return found
 
 
+_Variant = tuple[int, bool, bool, bool, bool]
+"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own, whether the
+loss is fused."""
+
+
 def _measured(
-    kind: LayerSpec, variant: tuple[int, bool, bool], model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
+    kind: LayerSpec, variant: _Variant, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
 ) -> tuple[float, ...]:
     """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
 
-    Where the profile knows a smaller degree only, what one sample takes is divided further.
+    Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
+    own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
     """
-    tp, sequence_parallel, sharded = variant
+    tp, sequence_parallel, sharded, own, fused = variant
     overhead_s = cluster.device.layer_overhead_s
-    tuning, measured = kind.tuning or Tuning(), stock_kind(kind.name) if kind.tuning else kind.name
-    time = profile.time_of(measured, tp, sequence_parallel=sequence_parallel) if profile else None
-    memory = profile.memory_of(measured, tp, sequence_parallel=sequence_parallel) if profile else None
+    tuning, name = kind.tuning or Tuning(), stock_kind(kind.name) if kind.tuning else kind.name
+    time = profile.time_of(name, tp, sequence_parallel=sequence_parallel, fused_loss=fused) if profile else None
+    memory = profile.memory_of(name, tp, sequence_parallel=sequence_parallel) if profile else None
     if time:
         forward_s, ratio = time.forward_s, time.backward_ratio
     else:
         forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
+    apart = profile.expert_times(name) if profile and own else {}
+    whole = profile.time_of(name) if profile else None
+    if apart and whole:
+        backward_s = min(each.forward_s * each.backward_ratio for each in apart.values())
+        scale = min(each.forward_s for each in apart.values()) / whole.forward_s
+        ratio *= backward_s / (whole.forward_s * whole.backward_ratio) / scale
+        forward_s *= scale
     if kind.tensor_parallel is not None:
         forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)

@@ -11,11 +11,21 @@ All of it depends on the strategy of the layer only through its TP, sequence par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from galvatron.core.spec import GRADIENT_BYTES, Axis, Cluster, Factors, Kind, Precision, Strategy
+from galvatron.core.spec import (
+    GRADIENT_BYTES,
+    Axis,
+    Cluster,
+    Factors,
+    Kind,
+    LayerSpec,
+    ModelProfile,
+    Precision,
+    Strategy,
+)
 from galvatron.planner.cost import computation, memory
 from galvatron.planner.cost.arrays import Places, expert_groups, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
@@ -59,7 +69,8 @@ class ExpertCosts:
         kinds = cost.model.kinds
         self.rows: Places = np.array([row for row, kind in enumerate(kinds) if kind.experts], dtype=np.intp)
         """The kinds that have experts."""
-        layers = layer_arrays(cost.model, cost.cluster, cost.profile, pairs.strategies)
+        owning = [each if each.experts else replace(each, experts=pairs.axes[0]) for each in pairs.strategies]
+        layers = layer_arrays(cost.model, cost.cluster, cost.profile, owning)
         self._layers = layers.at(self.rows, pairs.strategy_of)
         self._arrays = strategy_arrays(pairs.strategies, cost.cluster).at(pairs.strategy_of)
         self._groups = expert_groups(pairs.axes, cost.cluster).at(pairs.axes_of)
@@ -74,6 +85,8 @@ class ExpertCosts:
         self._shard = self._held / self._groups.sdp.size
         self._sharded = self._groups.sdp.size > 1
         precision, groups = cost.model.training.precision, self._groups
+        degrees = groups.ep.size.astype(int).tolist()
+        self._dispatch = _dispatch_times([kinds[row] for row in self.rows], degrees, cost.profile)
         self._exchange_fixed_s = self._exchange_s(np.zeros(1))
         self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
         self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
@@ -119,21 +132,21 @@ class ExpertCosts:
         """What tokens take on their way to the experts and back: in forward, in backward, and in forward again where
         the layer is recomputed.
 
-        The busiest rank receives more than its share of the copies, by the imbalance. Under sequence parallelism a rank
-        holds its part of the sequence already: nothing is made whole afterwards, but ranks of T' need each other's part
-        before.
+        The busiest rank receives more than its share of the copies, by the imbalance. Each forward begins with an
+        all-to-all of how many will come. Ranks of T' sum tokens, not copies: the router's weights are applied before.
+        Under sequence parallelism a rank holds its part of the sequence already, and nothing is made whole afterwards.
         """
-        groups, columns = self._groups, self._layers.experts
+        groups, columns, again = self._groups, self._layers.experts, self._arrays.recompute
         tokens = samples * self._layers.boundary_bytes
         copies = samples / self._slices.size * columns.dispatch_bytes * columns.imbalance
-        whole_s = np.where(
-            self._arrays.sequence_parallel,
-            all_gather_s(tokens / self._slices.size, groups.tp),
-            all_gather_s(tokens, self._slices),
-        )
-        once_s = 2 * all_to_all_s(copies, groups.ep) + all_reduce_s(copies, groups.tp) + whole_s
-        seconds: Floats = (1 + self._layers.has_backward * (1 + self._arrays.recompute)) * once_s
-        return seconds
+        whole_s = np.where(self._arrays.sequence_parallel, 0.0, all_gather_s(tokens, self._slices))
+        summed_s = all_reduce_s(tokens / self._slices.size, groups.tp)
+        counts_s = all_to_all_s(np.zeros(1), groups.ep)
+        back = self._layers.has_backward
+        seconds: Floats = (1 + back * (1 + again)) * (2 * all_to_all_s(copies, groups.ep) + summed_s + whole_s)
+        here, part = self._dispatch, samples / self._slices.size
+        forward_s = counts_s + part * here.forward_s + here.forward_fixed_s
+        return seconds + (1 + back * again) * forward_s + back * (part * here.backward_s + here.backward_fixed_s)
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         """Integer tables of what the experts add, (…, K, S)."""
@@ -148,6 +161,12 @@ class ExpertCosts:
             activation_bytes=rounded_up(saved),
             transient_bytes=rounded_up(self._transient_bytes(flying)),
         )
+
+    def least_state_bytes(self) -> Integers:
+        """(K,) no choice needs less for the states of the experts, whatever batch and micro-batches are."""
+        early = self._states - np.where(self._sharded, GRADIENT_BYTES * self._shard, 0.0)
+        least: Integers = np.floor(np.where(self._allowed, early, NEVER).min(axis=1)).astype(np.int64)
+        return least
 
     def parts(self) -> Floats:
         """(parts, S) all that the prices grow with whatever batch and micro-batches are; infinite where not allowed.
@@ -235,3 +254,33 @@ def _token_slices(pairs: ExpertPairs, cluster: Cluster) -> GroupLinks:
             known[key] = key[0] - key[1]
         slices.append(known[key])
     return GroupLinks.of(slices, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    """What a layer takes longer at some degree of EP than at the best one that was measured: sorting copies, and
+    products of fewer experts with more tokens each. (K, S) seconds."""
+
+    forward_s: Floats
+    """Of one sample."""
+    backward_s: Floats
+    forward_fixed_s: Floats
+    """However few the samples: than without EP."""
+    backward_fixed_s: Floats
+
+
+def _dispatch_times(kinds: Sequence[LayerSpec], degrees: Sequence[int], profile: ModelProfile | None) -> _Dispatch:
+    """At these degrees, each as at the largest that was measured and is not above it; nothing without a profile."""
+    table = np.zeros((4, len(kinds), len(degrees)))
+    for row, kind in enumerate(kinds):
+        known = profile.expert_times(kind.untuned().name) if profile else {}
+        whole = profile.time_of(kind.untuned().name) if profile else None
+        if not known or whole is None:
+            continue
+        seconds = {ep: (time.forward_s, time.forward_s * time.backward_ratio) for ep, time in known.items()}
+        fixed = {ep: (time.forward_fixed_s or 0.0, time.backward_fixed_s or 0.0) for ep, time in known.items()}
+        least = (*np.min(list(seconds.values()), axis=0), whole.forward_fixed_s or 0.0, whole.backward_fixed_s or 0.0)
+        for column, degree in enumerate(degrees):
+            nearest = max((ep for ep in seconds if ep <= degree), default=min(seconds))
+            table[:, row, column] = np.maximum(np.subtract((*seconds[nearest], *fixed[nearest]), least), 0.0)
+    return _Dispatch(*table)

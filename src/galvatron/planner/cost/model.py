@@ -224,7 +224,6 @@ class StageCosts:
         layers, arrays = self._layers, self._arrays
         precision, conventions = self.cost.model.training.precision, self.cost.conventions
         time = np.maximum(self._rest_costs(micro_batch).mean_ns(micro_batches), 1)
-        possible = self._allowed & (micro_batch % self.data_degree == 0)
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
@@ -239,11 +238,19 @@ class StageCosts:
         if pipelined:
             transient = np.maximum(transient, memory.forward_bytes(samples, layers, arrays))
         return Tables(
-            time_ns=np.where(possible, time, NEVER),
+            time_ns=np.where(self._possible(micro_batch), time, NEVER),
             state_bytes=rounded_up(states),
             activation_bytes=rounded_up(memory.activation_bytes(samples, layers, arrays)),
             transient_bytes=rounded_up(transient),
         )
+
+    def possible(self, micro_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(…, T, S) whether a strategy can run a kind of layer in micro-batches of so many samples."""
+        return self._possible(micro_batch[..., None, None])
+
+    def _possible(self, micro_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
+        possible: NDArray[np.bool_] = self._allowed & (micro_batch % self.data_degree == 0)
+        return possible
 
     def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
         """Places of the layers in a stage that share a tied weight, its owner before those that use it; fewer than

@@ -9,7 +9,7 @@ from galvatron.core.spec import SWITCHES, Attention, Kind, Level, Precision
 from galvatron.core.units import format_bytes
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
-from galvatron.planner.search import least_budget
+from galvatron.planner.search import Feasibility
 from galvatron.planner.space import Space, space_named
 
 __all__ = ["feasible_batch", "impossibility", "make_plan", "smallest_budget"]
@@ -19,11 +19,11 @@ _TRIED = 256
 
 def feasible_batch(request: Request) -> int | None:
     """The smallest batch of the request that some strategy can divide, given enough memory."""
-    problem = request.problem()
-    for batch in request.batches[:_TRIED]:
-        if least_budget(replace(problem, batches=(batch,))) is not None:
-            return batch
-    return None
+    return _feasible_batch(request, Feasibility(request.problem()))
+
+
+def _feasible_batch(request: Request, feasibility: Feasibility) -> int | None:
+    return next((batch for batch in request.batches[:_TRIED] if feasibility.can_divide(batch)), None)
 
 
 def impossibility(request: Request) -> str:
@@ -67,11 +67,10 @@ def make_plan(request: Request) -> Plan:
 def smallest_budget(request: Request) -> tuple[int, int] | None:
     """(bytes, batch): the least memory a device needs, for the smallest batch that can be divided at all; None: no
     memory is enough."""
-    batch = feasible_batch(request)
-    if batch is None:
-        return None
-    least = least_budget(replace(request.problem(), batches=(batch,)))
-    return None if least is None else (request.cluster.least_budget(least), batch)
+    feasibility = Feasibility(request.problem())
+    batch = _feasible_batch(request, feasibility)
+    least = None if batch is None else feasibility.least_budget(batch)
+    return None if least is None or batch is None else (request.cluster.least_budget(least), batch)
 
 
 def _explained(request: Request) -> GalvatronError:
@@ -99,8 +98,9 @@ def _remedies(request: Request) -> list[str]:
     found: list[str] = []
     if request.batch is not None and request.batch > 1:
         smaller = [batch for batch in range(1, request.batch) if request.batch % batch == 0 or batch % 8 == 0]
+        feasibility = Feasibility(request.problem())
         for batch in reversed(smaller[-24:]):
-            if _fits(replace(request, batch=batch)):
+            if feasibility.fits(batch):
                 found.append(f"a smaller batch: {batch} fits (--batch {batch})")
                 break
     switches = request.effective_switches
@@ -128,8 +128,9 @@ def _remedies(request: Request) -> list[str]:
 
 
 def _fits(request: Request) -> bool:
-    least = smallest_budget(request)
-    return least is not None and least[0] <= request.budget_bytes
+    feasibility = Feasibility(request.problem())
+    batch = _feasible_batch(request, feasibility)
+    return batch is not None and feasibility.fits(batch)
 
 
 def _more_devices(request: Request, factor: int) -> Request:

@@ -31,6 +31,7 @@ class _Sizes(TypedDict, total=False):
     dropout: Annotated[bool | None, "Default: as the model's configuration."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]
     optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
+    expert_imbalance: Annotated[float | None, "Tokens of the busiest expert rank over the mean (default 1)."]
     compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]
     profile: Annotated[str | Path | None, "Measured layers (.toml)."]
     freeze: Annotated[str | None, "Parameters that do not train: names of theirs or of modules, with *, by commas."]

@@ -212,6 +212,8 @@ class PlanRecord:
         """As the file has it. What only models with experts have is left out for others, whose files stay as they
         were before there were experts."""
         facts = asdict(self)
+        if self.profile is not None:
+            facts["profile"] = self.profile.to_dict()
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()

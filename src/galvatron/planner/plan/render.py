@@ -149,7 +149,19 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         Text("\nThe best plan of every space", style="bold"),
         _rivals(explanation),
         _one_more(explanation),
+        *_imbalances(plan),
     )
+
+
+def _imbalances(plan: Plan) -> Iterator[Text]:
+    """What is assumed about the tokens of experts, which the router decides while it trains."""
+    for kind in plan.model.kinds:
+        if kind.experts is not None:
+            factor = f"{kind.experts.imbalance:g} times the mean" if kind.experts.imbalance > 1 else "the mean"
+            yield Text(
+                f"Assumed: where EP divides the experts of {kind.name!r}, the busiest device has {factor} of their "
+                "tokens (--expert-imbalance)."
+            )
 
 
 def _shares(plan: Plan) -> Table:

@@ -48,6 +48,7 @@ Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
 
 _PAPER_STEP = 8
+_MOST_IMBALANCE = 1000
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -75,6 +76,8 @@ def request_for(
     # Its layers' sizes depend on neither.
     optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
     model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
+    if setup.get("expert_imbalance") is not None:
+        model = _imbalanced(model, setup["expert_imbalance"])
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
     most = setup.get("max_micro_batches")
     return Request(
@@ -122,6 +125,22 @@ def _lora(setup: Setup) -> Lora | None:
 
 def _patterns(given: str | None) -> tuple[str, ...]:
     return tuple(pattern.strip() for pattern in (given or "").split(",") if pattern.strip())
+
+
+def _imbalanced(model: ModelSpec, imbalance: float | None) -> ModelSpec:
+    """The model with so much more for the busiest device where EP divides its experts."""
+    given = f"expert-imbalance: {imbalance} given"
+    if not isinstance(imbalance, int | float) or not 1 <= imbalance <= _MOST_IMBALANCE:
+        raise InvalidInput(
+            f"{given}; expected the tokens of the busiest device over the mean, from 1 to {_MOST_IMBALANCE}"
+        )
+    if not model.has_experts:
+        raise InvalidInput(f"{given}, but {model.name} has no experts; leave it out")
+    layers = tuple(
+        layer if layer.experts is None else replace(layer, experts=replace(layer.experts, imbalance=float(imbalance)))
+        for layer in model.layers
+    )
+    return replace(model, layers=layers)
 
 
 def _reject_unknown(setup: Setup) -> None:

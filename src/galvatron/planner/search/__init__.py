@@ -3,7 +3,8 @@
 from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule
-from galvatron.planner.search.outer import Optimum, Problem, Proof, least_budget, search
+from galvatron.planner.search.feasibility import Feasibility, least_budget
+from galvatron.planner.search.outer import Optimum, Problem, Proof, search
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Candidates",
     "Combination",
     "CutRule",
+    "Feasibility",
     "Optimum",
     "Problem",
     "Proof",

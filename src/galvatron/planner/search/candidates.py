@@ -18,11 +18,11 @@ from galvatron.core.spec import Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
-from galvatron.planner.search.experts import ExpertChoices
+from galvatron.planner.search.experts import Classes, ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["CandidateTables", "Candidates", "Columns", "Prices"]
+__all__ = ["CandidateTables", "Candidates", "Columns", "Lean", "Prices"]
 
 Number = TypeVar("Number", np.int64, np.float64)
 _FEW = 3
@@ -51,6 +51,26 @@ class CandidateTables:
     """(…, T, S) of strategies whose experts, if there are any, follow the rest of the layer."""
     own: tuple[Tables, Tables] | None
     """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
+    classes: Classes | None = None
+    """Then: which go together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lean:
+    """Of one kind of layer, the candidates that may need least memory, (N,) each."""
+
+    strategy: Places
+    """Without axes of its own for experts."""
+    state_bytes: Integers
+    activation_bytes: Integers
+    transient_bytes: Integers
+
+    def at(self, places: Places) -> Lean:
+        return Lean(*(getattr(self, each.name)[places] for each in fields(Lean)))
+
+    def beside(self, other: Lean) -> Lean:
+        """Both together."""
+        return Lean(*(np.append(getattr(self, each.name), getattr(other, each.name)) for each in fields(Lean)))
 
 
 class Candidates:
@@ -70,7 +90,10 @@ class Candidates:
     def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
-        costs = cost.stage(space.strategies(devices), pipeline_degree)
+        every = space.strategies(devices)
+        # What none of the model's layers can take would only make tables longer.
+        used = [each for each in every if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        costs = cost.stage(used or every, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
     def _groups(self, experts: ExpertChoices) -> Places:
@@ -81,8 +104,12 @@ class Candidates:
     @property
     def size(self) -> int:
         """How many prices a kind of layer has in a combination."""
-        own = 0 if self._experts is None else len(self._experts.strategies) + len(self._experts.axes_of)
-        return len(self.costs.strategies) + own
+        return self.least_size + (0 if self._experts is None else len(self._experts.axes_of))
+
+    @property
+    def least_size(self) -> int:
+        """Those of :meth:`least_tables`."""
+        return len(self.costs.strategies) + (0 if self._experts is None else len(self._experts.strategies))
 
     def strategy(self, columns: Columns, index: int) -> Strategy:
         """The strategy of a column."""
@@ -95,15 +122,24 @@ class Candidates:
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
         """Of combinations whose micro-batches have so many samples."""
         plain = self.costs.tables(micro_batch, micro_batches)
-        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches) if self._experts else None)
+        if self._experts is None:
+            return CandidateTables(plain, None)
+        return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches), self._experts.classes)
+
+    def least_tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
+        """The same where no choice for experts is dearer than it can be at best: few columns, for bounds."""
+        plain = self.costs.tables(micro_batch, micro_batches)
+        if self._experts is None:
+            return CandidateTables(plain, None)
+        return CandidateTables(plain, self._experts.least_tables(micro_batch, micro_batches), self._experts.one_class)
 
     def prices(self, tables: CandidateTables, held: Integers) -> Prices:
         """Of combinations of which a stage holds so many micro-batches in flight."""
         plain = _Part.of(tables.plain, held)
-        if tables.own is None or self._experts is None:
+        if tables.own is None:
             return Prices(plain)
         rest, added = tables.own
-        return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), self._experts)
+        return Prices(plain, (_Part.of(rest, held), _Part.of(added, held)), tables.classes)
 
     def columns(self, tables: CandidateTables, in_flight: Sequence[int]) -> Columns:
         """Of one combination, those that may be part of an optimum; its stages hold so many micro-batches in flight."""
@@ -116,7 +152,7 @@ class Candidates:
         held = (min(in_flight), max(in_flight))
         own, choice = self._pairs(self._experts, rest, added, held)
         pairs = _table_by_table(lambda name: getattr(rest, name)[:, own] + getattr(added, name)[:, choice])
-        useful = undominated(self._alike[own], _compared(pairs, held))
+        useful = undominated(self._alike[own], _compared(pairs, held), 10)
         useful = useful[(pairs.time_ns[:, useful] < NEVER).any(axis=0)]
         rows = self._experts.costs.rows
 
@@ -128,6 +164,35 @@ class Candidates:
         strategy = np.append(places, self._numbers[own[useful]])
         return Columns(_table_by_table(side_by_side), strategy, np.append(follows, choice[useful]))
 
+    def lean(self, tables: CandidateTables, in_flight: Sequence[int], groups: Integers) -> list[Lean]:
+        """Of one combination, by kind of layer: what no other of the same group beats in memory, with its transient and
+        without. ``groups``: (T, S) of the strategies."""
+        held = (min(in_flight), max(in_flight))
+        plain = _first(tables.plain)
+        every = [_usable(plain, kind) for kind in range(len(plain.time_ns))]
+        if tables.own is not None and self._experts is not None:
+            rest, added = map(_first, tables.own)
+            for row, kind in enumerate(self._experts.costs.rows.tolist()):
+                own = self._lean_pairs(self._experts, (_usable(rest, row), _usable(added, row)), held)
+                both = zip(
+                    *([getattr(part, each.name) for each in fields(Lean)] for part in (every[kind], own)), strict=True
+                )
+                every[kind] = Lean(*map(np.concatenate, both))
+        return [_leanest(each, groups[kind, each.strategy], held) for kind, each in enumerate(every)]
+
+    def _lean_pairs(self, experts: ExpertChoices, parts: tuple[Lean, Lean], held: tuple[int, int]) -> Lean:
+        """Strategies with a choice for their experts; of a class, each with what others of the class do not beat."""
+        classes = (experts.class_of, experts.class_of_choice)
+        rest, added = (_leanest(part, of[part.strategy], held) for part, of in zip(parts, classes, strict=True))
+        own, choice = experts.pairs(rest.strategy, added.strategy)
+        first, second = np.searchsorted(rest.strategy, own), np.searchsorted(added.strategy, choice)
+        return Lean(
+            self._numbers[own],
+            rest.state_bytes[first] + added.state_bytes[second],
+            rest.activation_bytes[first] + added.activation_bytes[second],
+            rest.transient_bytes[first] + added.transient_bytes[second],
+        )
+
     def _pairs(
         self, experts: ExpertChoices, rest: Tables, added: Tables, held: tuple[int, int]
     ) -> tuple[Places, Places]:
@@ -138,6 +203,19 @@ class Candidates:
         choices = np.nonzero(classes[experts.class_of_choice] & (added.time_ns < NEVER).any(axis=0))[0]
         kept = undominated(experts.class_of_choice[choices], _compared(added, held)[:, choices])
         return experts.pairs(possible, choices[kept])
+
+
+def _usable(tables: Tables, row: int) -> Lean:
+    """What a kind of layer can take at all, by its place."""
+    places = np.nonzero(tables.time_ns[row] < NEVER)[0]
+    sizes = (tables.state_bytes, tables.activation_bytes, tables.transient_bytes)
+    return Lean(places, *(np.broadcast_to(size, tables.time_ns.shape)[row, places] for size in sizes))
+
+
+def _leanest(lean: Lean, groups: Places, held: tuple[int, int]) -> Lean:
+    """Without what another of its group beats. What holds for the fewest and the most in flight holds for all."""
+    memory = [lean.state_bytes + count * lean.activation_bytes for count in dict.fromkeys(held)]
+    return lean.at(undominated(groups, np.stack([lean.transient_bytes, *memory])))
 
 
 def _first(tables: Tables) -> Tables:
@@ -187,27 +265,25 @@ class _Part:
 class Prices:
     """Least prices of each kind of layer in many combinations, (…, T) each, whatever it takes."""
 
-    def __init__(
-        self, plain: _Part, own: tuple[_Part, _Part] | None = None, experts: ExpertChoices | None = None
-    ) -> None:
-        self._plain, self._own, self._experts = plain, own, experts
+    def __init__(self, plain: _Part, own: tuple[_Part, _Part] | None = None, classes: Classes | None = None) -> None:
+        self._plain, self._own, self._classes = plain, own, classes
         self.time: Integers = self._least(lambda part: part.time)
         self.memory: Integers = self._least(lambda part: part.memory)
         self.transient: Integers = self._least(lambda part: part.transient)
         plain.memory[...] -= self.memory[..., None]
-        if own is not None and experts is not None:
-            own[0].memory[...] -= self.memory[..., experts.costs.rows, None]
+        if own is not None and classes is not None:
+            own[0].memory[...] -= self.memory[..., classes.rows, None]
 
     def multipliers(self, place: int) -> Floats:
         """At which the least time + λ·memory of the combination at this place changes."""
         plain = self._plain
         known = hull_multipliers(plain.time[place], plain.memory[place])
-        if self._own is None or self._experts is None:
+        if self._own is None or self._classes is None:
             return known
         rest, added = ((part.time[place], part.memory[place]) for part in self._own)
-        points = [(plain.time[place][self._experts.costs.rows], plain.memory[place][self._experts.costs.rows])]
+        points = [(plain.time[place][self._classes.rows], plain.memory[place][self._classes.rows])]
         for lam in known[:: -(-len(known) // _FEW)]:
-            best = _first_least(added[0] + lam * added[1], self._experts)[:, self._experts.class_of]
+            best = _first_least(added[0] + lam * added[1], self._classes)[:, self._classes.class_of]
             together = (one + np.take_along_axis(other, best, axis=1) for one, other in zip(rest, added, strict=True))
             points.append(tuple(together))
         time, memory = (np.hstack(each) for each in zip(*points, strict=True))
@@ -225,17 +301,17 @@ class Prices:
     def _least(self, price: Callable[[_Part], NDArray[Number]]) -> NDArray[Number]:
         """The least of a price that adds up: the experts' choice adds its own to what the rest of the layer costs."""
         least: NDArray[Number] = price(self._plain).min(axis=-1)
-        if self._own is not None and self._experts is not None:
+        if self._own is not None and self._classes is not None:
             rest, added = self._own
-            of_class = np.minimum.reduceat(price(added), self._experts.first, axis=-1)
-            together = (price(rest) + of_class[..., self._experts.class_of]).min(axis=-1)
-            rows = self._experts.costs.rows
+            of_class = np.minimum.reduceat(price(added), self._classes.first, axis=-1)
+            together = (price(rest) + of_class[..., self._classes.class_of]).min(axis=-1)
+            rows = self._classes.rows
             least[..., rows] = np.minimum(least[..., rows], together)
         return least
 
 
-def _first_least(priced: Floats, experts: ExpertChoices) -> Places:
+def _first_least(priced: Floats, classes: Classes) -> Places:
     """(K, classes) the cheapest choice of each class."""
-    least = np.minimum.reduceat(priced, experts.first, axis=-1)
-    among = np.where(priced == least[:, experts.class_of_choice], np.arange(priced.shape[1]), priced.shape[1])
-    return np.minimum.reduceat(among, experts.first, axis=-1)
+    least = np.minimum.reduceat(priced, classes.first, axis=-1)
+    among = np.where(priced == least[:, classes.class_of_choice], np.arange(priced.shape[1]), priced.shape[1])
+    return np.minimum.reduceat(among, classes.first, axis=-1)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from galvatron.core.spec import Schedule, Strategy
 from galvatron.planner.cost import NEVER, Integers, Pace, Tables, iteration_ns
 from galvatron.planner.search.bounds import Floats
-from galvatron.planner.search.candidates import Candidates, Columns
-from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound, least_slowest
+from galvatron.planner.search.candidates import Candidates, Columns, Lean
+from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
 from galvatron.planner.search.stage import StageProblem, StageSolution
-from galvatron.planner.search.tied import TiedWeights, raise_least_peaks, solve_tied
+from galvatron.planner.search.tied import TiedWeights, solve_tied
 
 __all__ = ["Candidate", "Combination", "Layers", "Solved"]
 
@@ -166,15 +166,22 @@ class Combination:
 
     # ------------------------------------------------------------------ bounds
 
-    def bound(self) -> float:
-        """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound."""
+    def bound(self, *, few_counts: bool = False) -> float:
+        """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound.
+
+        ``few_counts``: quicker, with only two different numbers of micro-batches in flight.
+        """
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
             slowest = max(stages)
             return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
         # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
-        matrices = [self._matrix(1 << (count.bit_length() - 1)) for count in self.in_flight]
+        counts = [1 << (count.bit_length() - 1) for count in self.in_flight]
+        if few_counts:
+            most = max(min(counts), max(counts) // 2)
+            counts = [most if count >= most else min(counts) for count in counts]
+        matrices = [self._matrix(count) for count in counts]
         bound = cuts_bound(matrices, self.pace)
         return min(bound, self._wider_bound())
 
@@ -238,27 +245,18 @@ class Combination:
 
     # ------------------------------------------------------------------ memory
 
-    def least_peak(self) -> float:
-        """The least memory with which this combination fits at all: that of its fullest stage, cuts chosen well."""
-        ends = np.arange(self.layers.count + 1)[:, None]
-        widths = np.arange(self.layers.count - self.stages + 2)[None, :]
-        peaks = {count: self._least_peaks(count, ends, widths) for count in set(self.in_flight)}
-        if self.fixed:
-            spans = enumerate(pairwise(self.fixed))
-            return float(max(peaks[self.in_flight[p]][end, end - begin] for p, (begin, end) in spans))
-        return least_slowest([peaks[count] for count in self.in_flight])
+    def lean(self) -> list[Lean]:
+        """By kind of layer, the candidates that may need least memory.
 
-    def _least_peaks(self, in_flight_count: int, ends: Integers, widths: Integers) -> CutMatrix:
-        """Least memory of each possible stage: for each largest transient θ, layers take what needs least under it."""
-        usable = self.tables.time_ns < NEVER
-        memory, transient = self.memory(in_flight_count), np.where(usable, self.tables.transient_bytes, NEVER)
-        begins = np.maximum(ends - widths, 0)
-        peaks = np.full(np.broadcast_shapes(ends.shape, widths.shape), np.inf)
-        for theta in sorted(set(transient[usable].tolist())):
-            least = np.where(transient <= theta, memory, NEVER).min(axis=1) @ self.layers.counts_before
-            np.minimum(peaks, least[ends] - least[begins] + theta, out=peaks)
-        raise_least_peaks(peaks, self.layers.kinds, self.tables, self.tied, in_flight_count)
-        return np.where((ends < widths) | (widths == 0), np.inf, peaks)
+        What users of a tied weight pay depends on their strategy, and on how the owner splits it: for them candidates
+        of one strategy are compared only, for others those that split weights alike.
+        """
+        costs = self.costs
+        groups = np.zeros_like(costs.split_of)
+        if costs.tied_places(self.layers.kinds.tolist(), first=True):
+            users = np.array([kind.tied_parameters > 0 for kind in costs.cost.model.kinds])
+            groups = np.where(users[:, None], np.arange(len(costs.strategies)), costs.split_of)
+        return self.candidates.lean(self._apart, self.in_flight, groups)
 
     # ------------------------------------------------------------------- exact
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from galvatron.planner.cost import Pace
 from galvatron.planner.search.bounds import Floats
 
-__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound", "least_slowest"]
+__all__ = ["CutMatrix", "CutRule", "Cuts", "balanced_cuts", "best_cuts", "cuts_bound"]
 
 
 class CutRule(StrEnum):
@@ -79,11 +79,6 @@ def cuts_bound(matrices: list[CutMatrix], pace: Pace) -> float:
     program = _Program(matrices)
     path = program.shortest(np.inf)
     return np.inf if path is None else pace.whole_ns(path[0], program.least_slowest())
-
-
-def least_slowest(matrices: list[CutMatrix]) -> float:
-    """The least possible value of the largest stage."""
-    return _Program(matrices).least_slowest()
 
 
 class _Program:

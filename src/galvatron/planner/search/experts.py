@@ -8,7 +8,7 @@ strategies that agree in these are a *class*, with the same *choices* for their 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,12 +19,26 @@ from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
 
-__all__ = ["ExpertChoices"]
+__all__ = ["Classes", "ExpertChoices"]
 
 Axes = tuple[Axis, ...]
 Class = tuple[Factors, bool, bool]
 """TP, sequence parallelism and recompute of a strategy."""
 _NONE: Factors = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which strategies and choices go together."""
+
+    rows: Places
+    """(K,) the kinds of layer that have experts."""
+    class_of: Places
+    """(R,) of each strategy."""
+    first: Places
+    """Where the choices of each class begin."""
+    class_of_choice: Places
+    """(C,)"""
 
 
 class ExpertChoices:
@@ -64,7 +78,7 @@ class ExpertChoices:
         usable = [
             each
             for each in strategies
-            if any(cost.model.allows(kind, each) for kind in kinds) and {_NONE, each.factors(Kind.TP)} & tensors
+            if any(cost.model.allows(kind, each) for kind in kinds) and _tensors(*_class(each)[:2]) & tensors
         ]
         return cls(cost, usable, [axes for axes, _ in possible], degree) if usable else None
 
@@ -73,11 +87,33 @@ class ExpertChoices:
         """(C,)"""
         return np.repeat(np.arange(len(self.first)), np.diff(self.first, append=len(self.axes_of)))
 
+    @property
+    def classes(self) -> Classes:
+        return Classes(self.costs.rows, self.class_of, self.first, self.class_of_choice)
+
+    @property
+    def one_class(self) -> Classes:
+        """All strategies with one and the same choice."""
+        none = np.zeros(1, dtype=np.intp)
+        return Classes(self.costs.rows, np.zeros_like(self.class_of), none, none)
+
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> tuple[Tables, Tables]:
         """Of the kinds that have experts: what layers cost without them, (…, K, R), and what choices add, (…, K, C)."""
+        return self._rest_tables(micro_batch, micro_batches), self.costs.tables(micro_batch, micro_batches)
+
+    def least_tables(self, micro_batch: Integers, micro_batches: Integers) -> tuple[Tables, Tables]:
+        """The same for a single choice, (…, K, 1), that is no dearer than any: experts take no time, and the states of
+        the choice that needs least for them."""
+        rest = self._rest_tables(micro_batch, micro_batches)
+        nothing = np.zeros((*micro_batch.shape, len(self.costs.rows), 1), dtype=np.int64)
+        least = nothing + self.costs.least_state_bytes()[:, None]
+        return rest, Tables(
+            time_ns=nothing, state_bytes=least, activation_bytes=nothing.copy(), transient_bytes=nothing.copy()
+        )
+
+    def _rest_tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         rest = self._rest.rest_tables(micro_batch, micro_batches)
-        held = {each.name: getattr(rest, each.name)[..., self._rows, :] for each in fields(Tables)}
-        return Tables(**held), self.costs.tables(micro_batch, micro_batches)
+        return Tables(**{each.name: getattr(rest, each.name)[..., self._rows, :] for each in fields(Tables)})
 
     def pairs(self, strategies: Places, choices: Places) -> tuple[Places, Places]:
         """Each of these strategies with each of these choices that its class has."""
@@ -93,13 +129,18 @@ def _class(strategy: Strategy) -> Class:
     return strategy.factors(Kind.TP), strategy.sequence_parallel, strategy.recompute
 
 
+def _tensors(tensor: Factors, sequence_parallel: bool) -> set[Factors]:
+    """What the experts' TP may be beside the layer's: the same or none; under sequence parallelism none."""
+    return {_NONE} if sequence_parallel else {_NONE, tensor}
+
+
 def _worth_pricing(
     cost: CostModel, strategies: Sequence[Strategy], axes: Sequence[Axes], pipeline_degree: int
 ) -> dict[tuple[Factors, bool], Places]:
     """By TP and sequence parallelism the axes that no others beat, whatever batch and micro-batches will be."""
     tensors = [Strategy(experts=each).expert_factors(Kind.TP) for each in axes]
     classes = {_class(strategy)[:2]: strategy for strategy in strategies}
-    fitting = [[n for n, own in enumerate(tensors) if own in (_NONE, tensor)] for tensor, _ in classes]
+    fitting = [[n for n, own in enumerate(tensors) if own in _tensors(*key)] for key in classes]
     sizes = [len(each) for each in fitting]
     axes_of = np.array([number for each in fitting for number in each], dtype=np.intp)
     of_class = np.repeat(np.arange(len(sizes)), sizes)

@@ -8,23 +8,41 @@ plan found. That stop is the certificate: gap 0.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
 
 from galvatron.core.spec import Schedule, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Pace
 from galvatron.planner.search.bounds import Floats
-from galvatron.planner.search.candidates import Candidates
+from galvatron.planner.search.candidates import Candidates, Prices
 from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.space import Space, divisors
 
-__all__ = ["Optimum", "Problem", "Proof", "least_budget", "search"]
+__all__ = ["Optimum", "Problem", "Proof", "Search", "search"]
 
 _CHUNK = 1_000_000
 """Table entries priced at once when combinations are bounded."""
+
+
+class _Known(IntEnum):
+    """What a combination in the queue is bounded by."""
+
+    LEAST_PRICES = 0
+    """Experts as if they had the best of every choice. Stands for a chunk, of which it is the best."""
+    PRICES = 1
+    SOME_CUTS = 2
+    CUTS = 3
+
+
+_Queued = tuple[float, int, int, int, _Known]
+"""Minus the throughput at best, in samples a nanosecond; batch, pipeline degree, micro-batches."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,34 +96,27 @@ def search(problem: Problem) -> Optimum | None:
 
     Of plans that tie exactly the first met is kept; nothing in the search is random, so it is always the same one.
     """
-    return _Search(problem).run()
+    return Search(problem).run()
 
 
-def least_budget(problem: Problem) -> int | None:
-    """The smallest budget in which some plan fits; None: nothing can be divided that way, whatever the budget.
+class Search:
+    """One search, and what its combinations are."""
 
-    Time plays no part, so this needs no search over strategies: each layer takes what needs least.
-    """
-    runs = _Search(problem)
-    pairs = ((b, d, m) for d in runs.candidates for b in problem.batches for m in runs.micro_batch_counts(b, d))
-    peaks = (runs.combination(batch, degree, count).least_peak() for batch, degree, count in pairs)
-    least = min(peaks, default=NEVER)
-    return None if least >= NEVER else int(least)
-
-
-class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         model, cluster = problem.cost.model, problem.cost.cluster
         index = {kind.name: i for i, kind in enumerate(model.kinds)}
         self.layers = Layers(np.array([index[layer.name] for layer in model.layers]), len(model.kinds))
-        self.candidates: dict[int, Candidates] = {
-            degree: Candidates.of(problem.cost, problem.space, degree)
-            for degree in problem.space.pipeline_degrees(cluster.devices)
-            if degree <= len(model.layers)
-        }
-
+        self.degrees = tuple(d for d in problem.space.pipeline_degrees(cluster.devices) if d <= len(model.layers))
+        """Of the pipeline."""
+        self._candidates: dict[int, Candidates] = {}
         self._balanced: dict[tuple[float, ...], tuple[int, ...]] = {}
+
+    def candidates_of(self, degree: int) -> Candidates:
+        """What layers may take in the stages of a pipeline degree."""
+        if degree not in self._candidates:
+            self._candidates[degree] = Candidates.of(self.problem.cost, self.problem.space, degree)
+        return self._candidates[degree]
 
     def _positions(self, degree: int, batch: int) -> tuple[int, ...] | None:
         """Cut positions by one of the paper's guidelines, or None where cuts are searched.
@@ -116,7 +127,7 @@ class _Search:
         rule = self.problem.cuts
         if rule is CutRule.EXACT:
             return None
-        cost, costs = self.problem.cost, self.candidates[degree].costs
+        cost, costs = self.problem.cost, self.candidates_of(degree).costs
         kinds = cost.model.kinds
         if rule is CutRule.LAYERS:
             weights = np.ones(len(kinds))
@@ -136,42 +147,73 @@ class _Search:
         return self._balanced[key]
 
     def run(self) -> Optimum | None:
-        heap = [
-            (-candidate.batch / bound, candidate.batch, candidate.pipeline_degree, candidate.micro_batches, 0)
-            for candidate, bound in self._first_bounds()
-        ]
-        total = len(heap)
-        heapq.heapify(heap)
+        """Combinations in the order of their throughput at best. The first one is bounded more tightly and queued
+        again; when its bound is as tight as can be, it is solved."""
+        queue, waiting = self._queue()
+        total = sum(count for _, count in waiting.values())
         opened: dict[tuple[int, int, int], Combination] = {}
         best: tuple[int, int, Solved, Combination] | None = None
         solved_count, rest_bound = 0, 0.0
-        while heap:
-            rank, batch, degree, micro_batches, tier = heapq.heappop(heap)
+        while queue:
+            rank, batch, degree, micro_batches, known = heapq.heappop(queue)
             if best is not None and -rank * best[1] <= best[0]:
                 rest_bound = -rank
                 break
-            cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
             key = (batch, degree, micro_batches)
-            if tier == 0:
-                opened[key] = self.combination(batch, degree, micro_batches)
-                bound = opened[key].bound()
+            if known is _Known.LEAST_PRICES:
+                for queued in self._next_chunk(degree, waiting[degree][0]):
+                    heapq.heappush(queue, queued)
+            elif known is not _Known.CUTS:
+                if key not in opened:
+                    opened[key] = self.combination(*key)
+                few = known is _Known.PRICES
+                bound = opened[key].bound(few_counts=few)
                 if np.isfinite(bound):
-                    heapq.heappush(heap, (max(rank, -batch / bound), *key, 1))
-                continue
-            solved_count += 1
-            solved = opened[key].solve(cutoff)
-            if solved is not None and solved.iteration_ns < cutoff:
-                best = (batch, solved.iteration_ns, solved, opened[key])
+                    after = _Known.SOME_CUTS if few else _Known.CUTS
+                    heapq.heappush(queue, (max(rank, -batch / bound), *key, after))
+            else:
+                solved_count += 1
+                cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
+                solved = opened[key].solve(cutoff)
+                if solved is not None and solved.iteration_ns < cutoff:
+                    best = (batch, solved.iteration_ns, solved, opened[key])
         if best is None:
             return None
         batch, _, solved, combination = best
         proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
         return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
 
+    def _queue(self) -> tuple[list[_Queued], dict[int, tuple[deque[list[_Queued]], int]]]:
+        """The queue to begin with; and of each pipeline degree what waits behind its first, in chunks that are bounded
+        together, and how many combinations it has."""
+        queue: list[_Queued] = []
+        waiting = {}
+        for degree in self.degrees:
+            candidates = self.candidates_of(degree)
+            ranked = sorted(self._bounded(degree, self._undominated(degree), _Known.LEAST_PRICES))
+            if candidates.least_size < candidates.size:
+                chunks = deque(map(list, self._chunks(ranked, candidates.size)))
+                queue += [chunk[0] for chunk in list(chunks)[:1]]
+            else:
+                chunks = deque()
+                queue += [(*queued[:4], _Known.PRICES) for queued in ranked]
+            waiting[degree] = (chunks, len(ranked))
+        heapq.heapify(queue)
+        return queue, waiting
+
+    def _next_chunk(self, degree: int, waiting: deque[list[_Queued]]) -> Iterator[_Queued]:
+        """The next combinations of a pipeline degree, bounded by all prices; and the first of those behind them."""
+        chunk = waiting.popleft()
+        ranks = {(batch, micro_batches): rank for rank, batch, _, micro_batches, _ in chunk}
+        for rank, batch, _, micro_batches, known in self._bounded(degree, sorted(ranks), _Known.PRICES):
+            yield max(rank, ranks[batch, micro_batches]), batch, degree, micro_batches, known
+        if waiting:
+            yield waiting[0][0]
+
     def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
         return Combination(
             self.layers,
-            self.candidates[degree],
+            self.candidates_of(degree),
             Candidate(degree, batch, micro_batches),
             schedule=self.problem.schedule,
             budget=self.problem.budget,
@@ -203,29 +245,53 @@ class _Search:
         most = {(batch // count, count == 1, held[count]): (batch, count) for batch, count in sorted(pairs)}
         return sorted(most.values())
 
-    def _first_bounds(self) -> Iterator[tuple[Candidate, float]]:
-        """Every combination that may fit, with a lower bound on its iteration in nanoseconds."""
-        for degree, candidates in self.candidates.items():
-            pairs = self._undominated(degree)
-            size = max(1, _CHUNK // (candidates.size * len(self.layers.total)))
-            for start in range(0, len(pairs), size):
-                chunk = pairs[start : start + size]
-                bounds = self._bounds_of(degree, candidates, chunk)
-                for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
-                    if np.isfinite(bound):
-                        yield Candidate(degree, batch, micro_batches), bound
+    def _bounded(self, degree: int, pairs: Sequence[tuple[int, int]], known: _Known) -> Iterator[_Queued]:
+        """Those of these pairs (batch, micro-batches) that may fit, with a bound on their throughput."""
+        candidates = self.candidates_of(degree)
+        least = known is _Known.LEAST_PRICES
+        for chunk in self._chunks(pairs, candidates.least_size if least else candidates.size):
+            bounds = self._bounds_of(degree, chunk, least=least)
+            for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
+                if np.isfinite(bound):
+                    yield -batch / bound, batch, degree, micro_batches, known
 
-    def _bounds_of(self, degree: int, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> Floats:
-        """Bounds of many combinations of one pipeline degree at once.
+    def _chunks(self, items: Sequence[_Item], prices: int) -> Iterator[Sequence[_Item]]:
+        """As many at once as tables may have entries."""
+        size = max(1, _CHUNK // (prices * len(self.layers.total)))
+        for start in range(0, len(items), size):
+            yield items[start : start + size]
+
+    def memory_bounds(self, degree: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
+        """Lower bounds on the memory of the fullest stage, of pairs (batch, micro-batches); NEVER: nothing is allowed.
+
+        The fullest stage needs at least the mean, and at least what the largest single layer needs.
+        """
+        bounds: list[int] = []
+        for chunk in self._chunks(pairs, self.candidates_of(degree).size):
+            prices = self._prices(degree, chunk)
+            memory, transient = prices.memory, prices.transient
+            together = memory @ self.layers.total + transient.max(axis=1) + (degree - 1) * transient.min(axis=1)
+            needed = np.maximum(-(-together // degree), (memory + transient).max(axis=1))
+            bounds += np.minimum(needed, NEVER).tolist()
+        return bounds
+
+    def _prices(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool = False) -> Prices:
+        """With as few micro-batches in flight as the last stage holds: no other holds fewer. ``least``: those of
+        experts as if they had the best of every choice."""
+        batches = np.array([b for b, _ in pairs])
+        micro_batches = np.array([m for _, m in pairs])
+        held = np.array([self.problem.schedule.in_flight(degree - 1, degree, m) for _, m in pairs])
+        candidates = self.candidates_of(degree)
+        tables = candidates.least_tables if least else candidates.tables
+        return candidates.prices(tables(batches // micro_batches, micro_batches), held)
+
+    def _bounds_of(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool) -> Floats:
+        """Lower bounds in nanoseconds on the iterations of many combinations of one pipeline degree at once.
 
         All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
         time of the slowest single layer.
         """
-        batches = np.array([b for b, _ in pairs])
-        micro_batches = np.array([m for _, m in pairs])
-        in_flight = self.problem.schedule.in_flight
-        held = np.array([in_flight(degree - 1, degree, m) for _, m in pairs])  # no stage holds fewer than the last
-        prices = candidates.prices(candidates.tables(batches // micro_batches, micro_batches), held)
+        prices = self._prices(degree, pairs, least=least)
         transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate

@@ -12,12 +12,11 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from galvatron.planner.cost import NEVER, Integers, Resplit, StageCosts, Tables
+from galvatron.planner.cost import NEVER, Integers, Resplit, StageCosts
 from galvatron.planner.cost.arrays import Places
-from galvatron.planner.search.cuts import CutMatrix
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
 
-__all__ = ["TiedWeights", "raise_least_peaks", "solve_tied"]
+__all__ = ["TiedWeights", "solve_tied"]
 
 
 class TiedWeights:
@@ -86,46 +85,3 @@ def _by_owner(
         memory[first + 1 :] += in_flight_count * paid.activation_bytes[resplit]
         transient[first + 1 :] += paid.transient_bytes[resplit]
         yield replace(problem, kinds=named, time=time, memory=memory, transient=transient, change=problem.change[rows])
-
-
-def raise_least_peaks(
-    peaks: CutMatrix, kinds: Integers, tables: Tables, tied: TiedWeights, in_flight_count: int
-) -> None:
-    """Put the least memory of stages that share a weight in place of what they would need without splitting it anew.
-
-    A stage's owner is the first of its layers that share the weight, so stages are taken by owner.
-    """
-    sharing = tied.costs.tied_places(kinds.tolist(), first=True)
-    ends = np.arange(len(kinds) + 1)
-    for before, owner, user in zip([-1, *sharing], sharing, sharing[1:], strict=False):
-        begins = np.arange(before + 1, owner + 1)[:, None]
-        lasts = ends[None, user + 1 :]
-        inside = lasts - begins < peaks.shape[1]
-        if not inside.any():
-            continue
-        least = np.full(inside.shape, np.inf)
-        for split in tied.splits(int(kinds[owner])):
-            for theta, up_to, of_owner, after in _least_sums(kinds, owner, tables, tied, split, in_flight_count):
-                needed = up_to[owner] - up_to[begins] + of_owner + after[lasts] - after[owner + 1] + theta
-                np.minimum(least, needed, out=least)
-        at, where = np.broadcast_arrays(lasts, lasts - begins)
-        peaks[at[inside], where[inside]] = least[inside]
-
-
-def _least_sums(
-    kinds: Integers, owner: int, tables: Tables, tied: TiedWeights, split: int, in_flight_count: int
-) -> Iterator[tuple[int, Integers, int, Integers]]:
-    """For each largest transient θ: sums of the least memory up to each layer, plain and as later users, and between
-    them that of the owner."""
-    usable = tables.time_ns < NEVER
-    paid = tied.resplit(split)
-    plain = tables.state_bytes + in_flight_count * tables.activation_bytes
-    tied_places = plain + in_flight_count * paid.activation_bytes
-    transient = np.where(usable, tables.transient_bytes, NEVER)
-    late = np.where(usable, tables.transient_bytes + paid.transient_bytes, NEVER)
-    held = transient[kinds[owner]], plain[kinds[owner]], tied.split_of[kinds[owner]] == split
-    for theta in sorted({*transient[usable].tolist(), *late[usable].tolist()}):
-        up_to = np.where(transient <= theta, plain, NEVER).min(axis=1)[kinds].cumsum()
-        after = np.where(late <= theta, tied_places, NEVER).min(axis=1)[kinds].cumsum()
-        of_owner = int(np.where((held[0] <= theta) & held[2], held[1], NEVER).min())
-        yield theta, np.append(0, up_to), of_owner, np.append(0, after)

@@ -32,8 +32,6 @@ def check_experts(layered: LayeredModel, index: int, field: str, strategy: Strat
             f"{given} with tp, but transformers' plan for this model does not say how to split {experts.path}; leave "
             "tp out of the experts' axes"
         )
-    if tensor and strategy.sequence_parallel:
-        raise InvalidInput(f"{given} with tp, whose ranks hold different tokens under +sp; leave one of them out")
     summed = [rule.path for rule in layer.rules if isinstance(rule, Summed)]
     around = [path for path in summed if experts.path.startswith(f"{path}.")]
     if strategy.factors(Kind.TP) and around:

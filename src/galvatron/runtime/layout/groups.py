@@ -31,6 +31,7 @@ __all__ = [
     "layer_groups",
     "needed_groups",
     "ranks_along",
+    "rows_group",
     "tie_group",
 ]
 
@@ -185,11 +186,12 @@ def change_groups(position: Position, rows: int, source: Layout, target: Layout)
 
 
 def needed_groups(
-    stages: Sequence[StagePlan], rows: int, ties: Sequence[Tie], schedule: Schedule
+    stages: Sequence[StagePlan], rows: int, ties: Sequence[Tie], schedule: Schedule, *, sums_rows: bool = False
 ) -> Iterator[GroupKey]:
     """Groups inside the stages, between neighbouring stages, and of stages with copies of a tied weight.
 
-    ``rows``: of a micro-batch. Those of all ranks, in an order that is the same for everyone.
+    ``rows``: of a micro-batch; ``sums_rows``: whether the last layer sums over all of them. Those of all ranks, in an
+    order that is the same for everyone.
     """
     for stage in stages:
         layouts = [strategy.layout for strategy in stage.strategies]
@@ -207,6 +209,9 @@ def needed_groups(
         users = [stage for stage in stages if stage.uses(tie)]
         if len(users) > 1 or (users and tie.small):
             yield tie_group(users)
+    if sums_rows:
+        last = stages[-1]
+        yield from (rows_group(Position(last.ranks, rank), last.strategies[-1]) for rank in last.ranks)
 
 
 def _keys(groups: LayerGroups | ChangeGroups) -> Iterator[GroupKey]:
@@ -224,6 +229,11 @@ def forward_group(stages: Sequence[StagePlan], boundary: int) -> GroupKey:
 def backward_group(stages: Sequence[StagePlan], boundary: int, schedule: Schedule) -> GroupKey:
     """Gradients travel among the same ranks, on channels of their own where activations travel at the same time."""
     return GroupKey(forward_group(stages, boundary).ranks, "backward" if schedule.both_ways_at_once else "")
+
+
+def rows_group(position: Position, strategy: Strategy) -> GroupKey:
+    """The ranks that have all rows of a micro-batch together."""
+    return GroupKey(ranks_along(position, strategy.batch_factors))
 
 
 def tie_group(users: Sequence[StagePlan]) -> GroupKey:

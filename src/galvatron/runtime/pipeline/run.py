@@ -109,9 +109,10 @@ class _Pass:
     """Those that have a gradient."""
     edges: tuple[GradientEdge, ...] = ()
     """Of the outputs that have one; none: nothing up to here trains, so there is no backward."""
-    shapes: tuple[torch.Size, ...] = ()
+    outlines: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+    """Of these outputs."""
     loss: Tensor | None = None
-    """Of the last stage, over the number of targets."""
+    """Of the last stage: this rank's part of the micro-batch's part of the mean loss."""
 
 
 @dataclass(kw_only=True)
@@ -124,7 +125,6 @@ class Pipeline:
     empty_inputs: Callable[[LocalBatch], Activations]
     """Tensors to receive the stage's input in."""
     device: torch.device
-    dtype: torch.dtype
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
     gradients_from: GradientsFrom = field(default_factory=lambda: GradientsFrom())
@@ -144,11 +144,12 @@ class Pipeline:
                 inputs, outputs = self._forward(batch, action.micro_batch, iteration)
                 inputs = tuple(tensor for tensor in inputs if tensor.requires_grad)
                 if self.neighbours.send_forward is None:
-                    passes[action.micro_batch] = _Pass(inputs, loss=outputs[0] / batch.targets)
+                    passes[action.micro_batch] = _Pass(inputs, loss=_loss(outputs, batch))
                 else:
                     outputs = tuple(output for output in outputs if output.requires_grad)
                     edges = tuple(get_gradient_edge(output) for output in outputs)
-                    passes[action.micro_batch] = _Pass(inputs, edges, tuple(output.shape for output in outputs))
+                    outlines = tuple((output.shape, output.dtype) for output in outputs)
+                    passes[action.micro_batch] = _Pass(inputs, edges, outlines)
                 del inputs, outputs
             else:
                 left -= 1
@@ -169,7 +170,7 @@ class Pipeline:
             for number in range(len(batch.micro_batches)):
                 _, outputs = self._forward(batch, number, iteration)
                 if self.neighbours.send_forward is None:
-                    losses.append(outputs[0] / batch.targets)
+                    losses.append(_loss(outputs, batch))
                 batch.micro_batches[number].release()
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
@@ -197,14 +198,14 @@ class Pipeline:
             if done.loss is not None:
                 torch.autograd.backward(done.loss)
             else:
-                torch.autograd.backward(done.edges, self._received(done.shapes))
+                torch.autograd.backward(done.edges, self._received(done.outlines))
         if self.neighbours.send_backward is not None and done.inputs:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
-    def _received(self, shapes: Sequence[torch.Size]) -> Activations:
+    def _received(self, outlines: Sequence[tuple[torch.Size, torch.dtype]]) -> Activations:
         """The gradients of a micro-batch's outputs."""
         assert self.neighbours.receive_backward is not None
-        gradients = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        gradients = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in outlines)
         with self._timed("waiting in backward"):
             self.neighbours.receive_backward.receive(gradients)
         return gradients
@@ -233,6 +234,13 @@ class Pipeline:
     def _wait_for(pending: list[tuple[dist.Work, list[Tensor]]]) -> None:
         for work, _ in pending:
             work.wait()
+
+
+def _loss(outputs: Activations, batch: LocalBatch) -> Tensor:
+    """What a micro-batch adds to the mean loss: its sum over the targets of the batch, and its own term, of which the
+    loss has the mean over micro-batches."""
+    loss, *terms = outputs
+    return sum((term / len(batch.micro_batches) for term in terms), start=loss / batch.targets)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ class Stage(nn.Module):
         self.stage_layers = nn.ModuleList(stage_layers)
         self._assignments, self._changes = tuple(assignments), tuple(changes)
 
+    @property
+    def layers(self) -> list[Layer]:
+        """In order."""
+        return [own.layer for own in self.stage_layers if isinstance(own, StageLayer)]
+
     def seed(self, seed: int) -> None:
         """Let all layers draw from another seed from now on."""
         for stage_layer in self.stage_layers:

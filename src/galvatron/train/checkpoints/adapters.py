@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,15 +31,18 @@ _TASKS = {
 """peft's names of tasks, by how the stock class's name ends."""
 
 
+_Outline = TypeVar("_Outline")
+
+
 def lora_of_plan(plan: Mapping[str, Any]) -> Lora | None:
     """The adapters that a plan, as its file has it, was made for."""
     found = plan["model"]["training"].get("lora")
     return None if found is None else Lora(**{**found, "targets": tuple(found["targets"])})
 
 
-def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Of the stock model's parameters, from those of one with adapters."""
-    return {plain_name(name): shape for name, shape in shapes.items() if not is_adapter(name)}
+def merged_shapes(outlines: Mapping[str, _Outline]) -> dict[str, _Outline]:
+    """Shapes, or what else there is, of the stock model's parameters, from those of one with adapters."""
+    return {plain_name(name): own for name, own in outlines.items() if not is_adapter(name)}
 
 
 def merged(tensors: Iterable[tuple[str, Tensor]], lora: Lora, stock: nn.Module) -> Iterator[tuple[str, Tensor]]:

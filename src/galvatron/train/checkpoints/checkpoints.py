@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -22,7 +23,7 @@ from galvatron.core.errors import CheckpointCorrupt, GalvatronError, InvalidInpu
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.randomness import RandomState
 from galvatron.train.checkpoints.folder import Saved, complete, discard
-from galvatron.train.checkpoints.layout import Part, staged, targets
+from galvatron.train.checkpoints.layout import Part, buffer_parts, staged, targets
 from galvatron.train.checkpoints.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from galvatron.train.checkpoints.optimizer import check_optimizer, describe_optimizer, prepare_optimizer
 from galvatron.train.checkpoints.storage import PartsToRead, PartsToWrite, Reader, Writer
@@ -103,7 +104,7 @@ class Checkpoints:
             tensors={},
         )
         parts = staged(model, optimizer)
-        writer = Writer(self._folder, manifest, model.shapes, model.rank, self._keep)
+        writer = Writer(self._folder, manifest, [*model.shapes, *model.buffers.names], model.rank, self._keep)
         self._saving = self._thread.submit(self._write, parts, writer, step, self._channel())
         if wait:
             self.finish()
@@ -142,13 +143,15 @@ class Checkpoints:
             together(group, lambda: self._check(manifest, saved, model, optimizer))
             if optimizer is not None:
                 prepare_optimizer(model, optimizer, manifest)
-            parts = targets(model, optimizer)
+            buffers = _empty_buffers(model, manifest)
+            parts = targets(model, optimizer) | buffer_parts(buffers)
             together(group, lambda: _check_tensors(parts, manifest))
             dcp_load(parts, storage_reader=Reader(saved.path, manifest), planner=PartsToRead(), process_group=group)
         except CheckpointException as error:
             raise self._with_remedy(_first_failure(error), saved) from error
         except CheckpointCorrupt as error:
             raise self._with_remedy(error, saved) from error
+        model.buffers.set(buffers)
         if optimizer is not None:
             model.random_state = RandomState(manifest.seed, manifest.iteration)
         return Loaded(manifest.step, manifest.progress)
@@ -198,6 +201,12 @@ class Checkpoints:
             assert isinstance(group, ProcessGroup)
             self._group = group
         return self._group
+
+
+def _empty_buffers(model: ParallelModel, manifest: Manifest) -> dict[str, Tensor]:
+    """For those that the checkpoint has. It has none if an older program wrote it: the model then keeps its own."""
+    saved = manifest.buffers
+    return {name: torch.empty_like(own) for name, own in model.buffers.values().items() if name in saved}
 
 
 def _json(progress: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from galvatron.train.checkpoints.together import together
 __all__ = ["export", "export_model"]
 
 _SHARD_BYTES = 5 * 10**9
-_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 """Names of types in safetensors."""
 
 
@@ -41,16 +45,16 @@ def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False) -> Non
     Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does.
     """
     manifest = Manifest.read(checkpoint.path)
-    parameters = {name: own for name, own in manifest.parameters.items() if not adapters or is_adapter(name)}
-    # What is frozen may be narrower than what trains: all is written in the widest type.
-    dtype = max((getattr(torch, own.dtype) for own in parameters.values()), key=lambda own: own.itemsize, default=None)
-    tensors = ((name, _whole(checkpoint.path, own)) for name, own in parameters.items())
+    parameters = manifest.parameters
     if adapters:
-        write_adapters(manifest.plan, tensors, Path(out))
+        chosen = {name: own for name, own in parameters.items() if is_adapter(name)}
+        write_adapters(manifest.plan, ((name, _whole(checkpoint.path, own)) for name, own in chosen.items()), Path(out))
         return
-    assert dtype is not None
-    facts = _facts(manifest.plan, {name: own.shape for name, own in parameters.items()}, dtype)
-    _write(facts, facts.stock_tensors(tensors), Path(out))
+    tensors = parameters | manifest.buffers
+    outlines = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
+    facts = _facts(manifest.plan, _widened(outlines, parameters))
+    whole = ((name, _whole(checkpoint.path, own)) for name, own in tensors.items())
+    _write(facts, facts.stock_tensors(whole), Path(out))
 
 
 def export_model(model: ParallelModel, out: str | Path, *, adapters: bool = False) -> None:
@@ -62,9 +66,12 @@ def export_model(model: ParallelModel, out: str | Path, *, adapters: bool = Fals
         if model.rank == 0 and adapters:
             write_adapters(model.plan.to_dict(), whole, Path(out))
         elif model.rank == 0:
+            buffers = model.buffers.values()
             dtype = max((own.dtype for own in model.parameters()), key=lambda own: own.itemsize)
-            facts = _facts(model.plan.to_dict(), model.shapes, dtype)
-            _write(facts, facts.stock_tensors(whole), Path(out))
+            outlines = {name: (shape, dtype) for name, shape in model.shapes.items()}
+            outlines |= {name: (tuple(own.shape), own.dtype) for name, own in buffers.items()}
+            facts = _facts(model.plan.to_dict(), outlines)
+            _write(facts, facts.stock_tensors(chain(whole, buffers.items())), Path(out))
 
     def write_and_go_on() -> None:
         try:
@@ -84,8 +91,8 @@ class _Facts:
     """The content of config.json."""
     names: Mapping[str, str]
     """In the files, by the stock model's; in the order they are written."""
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    tensors: Mapping[str, _Outline]
+    """By the stock model's names."""
     stock: Any
     lora: Lora | None
 
@@ -94,23 +101,39 @@ class _Facts:
         return tensors if self.lora is None else merged(tensors, self.lora, self.stock)
 
     def bytes(self, name: str) -> int:
-        return torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
+        shape, dtype = self.tensors[name]
+        return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _facts(plan: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> _Facts:
+_Outline = tuple[tuple[int, ...], torch.dtype]
+
+
+def _facts(plan: Mapping[str, Any], tensors: Mapping[str, _Outline]) -> _Facts:
     model = plan["model"]
     if model["config"] is None:
         raise InvalidInput(
             f"model {model['name']!r} has no configuration in its plan (it was described by figures, or given in "
             "memory), so there is no config.json to write"
         )
+    strange = [(name, dtype) for name, (_, dtype) in tensors.items() if dtype not in _TYPES]
+    if strange:
+        raise InvalidInput(
+            f"{strange[0][0]}: {strange[0][1]} is no type of a safetensors file, so it cannot be exported"
+        )
     stock: Any = build_meta(model["config"], Training(attention=Attention.EAGER), as_named=model["family"] == "generic")
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(next(dtype for _, dtype in tensors.values())).removeprefix("torch.")  # of the first parameter
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
-    shapes = merged_shapes(shapes)
-    names = saved_names(stock, list(shapes))
-    return _Facts(config=config, names=names, shapes=shapes, dtype=dtype, stock=stock, lora=lora_of_plan(plan))
+    tensors = merged_shapes(tensors)
+    names = saved_names(stock, list(tensors))
+    return _Facts(config=config, names=names, tensors=tensors, stock=stock, lora=lora_of_plan(plan))
+
+
+def _widened(outlines: Mapping[str, _Outline], parameters: Iterable[str]) -> dict[str, _Outline]:
+    """What is frozen may be narrower than what trains: all parameters are written in the widest type."""
+    names = set(parameters)
+    widest = max((dtype for name, (_, dtype) in outlines.items() if name in names), key=lambda own: own.itemsize)
+    return {name: (shape, widest if name in names else dtype) for name, (shape, dtype) in outlines.items()}
 
 
 def _whole(folder: Path, saved: SavedTensor) -> Tensor:
@@ -147,7 +170,7 @@ def _shards(facts: _Facts) -> list[list[str]]:
     """Names by file, none above the limit unless one parameter is."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name in facts.shapes:
+    for name in facts.tensors:
         if shards[-1] and size + facts.bytes(name) > _SHARD_BYTES:
             shards.append([])
             size = 0
@@ -163,8 +186,8 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
     for name in names:
         start, end = end, end + facts.bytes(name)
         header[facts.names[name]] = {
-            "dtype": _TYPES[facts.dtype],
-            "shape": list(facts.shapes[name]),
+            "dtype": _TYPES[facts.tensors[name][1]],
+            "shape": list(facts.tensors[name][0]),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
@@ -174,12 +197,12 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
         file.write(text)
         for name, (given, tensor) in zip(names, coming, strict=False):
             assert name == given
-            file.write(as_bytes(tensor.detach().to("cpu", facts.dtype).contiguous()))
+            file.write(as_bytes(tensor.detach().to("cpu", facts.tensors[name][1]).contiguous()))
 
 
 def _index(facts: _Facts, shards: list[list[str]], files: list[str]) -> str:
     content = {
-        "metadata": {"total_size": sum(facts.bytes(name) for name in facts.shapes)},
+        "metadata": {"total_size": sum(facts.bytes(name) for name in facts.tensors)},
         "weight_map": {facts.names[name]: file for file, names in zip(files, shards, strict=True) for name in names},
     }
     return json.dumps(content, indent=2) + "\n"

@@ -6,7 +6,7 @@ named by blocks of the whole (``ParameterShard.blocks``), so that any other plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from galvatron.runtime.data_parallel.shards import ParameterShard, ShardBlock
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.model import ParallelModel
 
-__all__ = ["Part", "staged", "targets"]
+__all__ = ["Part", "buffer_parts", "staged", "targets"]
 
 _BLOCK_BYTES = 64 << 20
 """About the largest block written as one: a reader holds and checks one at a time, and may need just a part of it."""
@@ -65,7 +65,17 @@ def staged(model: ParallelModel, optimizer: Optimizer) -> dict[str, Part]:
             load[writer] += entry.tensor.nbytes
             if local.holders[writer] == model.rank:
                 parts[entry.key] = _copied(entry)
+    if model.rank == 0:
+        parts |= buffer_parts(model.buffers.values())
     return parts
+
+
+def buffer_parts(buffers: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Buffers, to be written or to be read into."""
+    return {
+        f"buffer/{name}": Part(shape=tuple(own.shape), dtype=own.dtype, blocks={(0,) * own.ndim: own})
+        for name, own in buffers.items()
+    }
 
 
 def targets(model: ParallelModel, optimizer: Optimizer | None) -> dict[str, Part]:

@@ -74,12 +74,17 @@ class Manifest:
     files: dict[str, int] = field(hash=False)
     """Bytes of each file."""
     tensors: dict[str, SavedTensor] = field(hash=False)
-    """``model/NAME`` and ``optimizer/NAME/ENTRY``, names as in the stock model."""
+    """``model/NAME``, ``optimizer/NAME/ENTRY`` and ``buffer/NAME``, names as in the stock model."""
 
     @property
     def parameters(self) -> dict[str, SavedTensor]:
         """The model's parameters by their stock names."""
         return {key.removeprefix("model/"): own for key, own in self.tensors.items() if key.startswith("model/")}
+
+    @property
+    def buffers(self) -> dict[str, SavedTensor]:
+        """The model's persistent buffers by their stock names."""
+        return {key.removeprefix("buffer/"): own for key, own in self.tensors.items() if key.startswith("buffer/")}
 
     @property
     def bytes(self) -> int:
