@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from longer import longer
 from oracle import Case, Record, batches, stock_model, trained
 from parity import Trained, cluster_of, difference, plan_for, run, spec_of
 from ranks import ranks
+from safetensors.torch import load_file
 from small_models import config
 from torch import Tensor, nn
 from traffic import Sent, Traffic
@@ -24,6 +26,9 @@ from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.runtime.compiled import why_not
+from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.export import export
+from galvatron.train.checkpoints.folder import find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,3 +249,35 @@ def test_a_plan_knows_what_is_frozen() -> None:
     for frozen, said in ranks(2).run(_by_the_plan, case, priced(request, case.stages, micro_batches=1)):
         assert frozen == expected
         assert "model.layers.0.mlp.gate_proj.weight trains, but the plan was made for one in which it is frozen" in said
+
+
+def _saved(case: _Frozen, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """On a rank: train, compare replicas, save and export; what there is then."""
+    model = galvatron.parallelize(_model(case), plan, dtype=case.dtype, device="cpu")
+    optimizer = model.optimizer(lr=1e-3)
+    model.forward_backward(given[0])
+    optimizer.step()
+    model.compare_replicas()
+    assert all(bool(optimizer.state.get(local.master)) == local.trained for local in model.locals)
+    Checkpoints(folder).save(model, optimizer, {}, step=1, wait=True)
+    return {name: own.clone() for name, own in model.whole_parameters()}
+
+
+def _loaded(case: _Frozen, plan: galvatron.Plan, folder: Path) -> dict[str, Tensor]:
+    model = galvatron.parallelize(_model(case), plan, dtype=case.dtype, device="cpu")
+    Checkpoints(folder).load(model, model.optimizer(lr=1e-3))
+    return {name: own.clone() for name, own in model.whole_parameters()}
+
+
+def test_checkpoints_hold_what_is_frozen(tmp_path: Path) -> None:
+    """In its own narrower type, without states; another plan goes on from it, and exports are of one type."""
+    case = _Frozen(config=_LLAMA, stages=[["dp2", "tp2", "sdp2", "tp2"]], batch=4, frozen=_SOME, dtype=torch.bfloat16)
+    saved, _ = ranks(2).run(_saved, case, plan_for(case), tmp_path / "run", batches(case))
+    other = replace(case, stages=[["sdp2"] * 2 + ["dp2+zero2"] * 2])
+    for found in ranks(2).run(_loaded, other, plan_for(other), tmp_path / "run"):
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], own) for name, own in saved.items())
+    export(find(tmp_path / "run"), tmp_path / "out")
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    assert {own.dtype for own in whole.values()} == {torch.float32}
+    assert all(torch.equal(whole[name], own) for name, own in saved.items())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron
@@ -81,6 +82,17 @@ def test_a_model_in_memory_is_planned_as_it_is_frozen(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     assert galvatron.Plan.load(tmp_path / "plan.json") == plan
     assert galvatron.plan(model, "titan-rtx-8", batch=8).to_json() == plan.to_json()
+
+
+def test_a_model_of_ones_own_is_described_as_it_is_frozen() -> None:
+    model: Any = GPT2LMHeadModel(GPT2Config(**{key: own for key, own in _GPT2.items() if key != "model_type"}))
+    batch = {"input_ids": torch.zeros((2, 16), dtype=torch.long), "labels": torch.zeros((2, 16), dtype=torch.long)}
+    whole = galvatron.describe(model, batch)
+    model.transformer.h[0].requires_grad_(False)
+    spec = galvatron.describe(model, batch)
+    assert spec.untuned() == whole
+    assert spec.parameters - spec.trained_parameters == sum(own.numel() for own in model.transformer.h[0].parameters())
+    assert spec.training.freeze == ("transformer.h.0",)
 
 
 def test_what_cannot_be_frozen_is_refused() -> None:
