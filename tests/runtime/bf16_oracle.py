@@ -30,8 +30,8 @@ _OF_LOSS = 2.0**-9
 def excess(case: Case, found: Sequence[Trained], make: Callable[[Any], nn.Module] = stock_model) -> str | None:
     """What is further from fp32 than it may be, if anything is. ``make``: a case's model, some of which may be
     frozen."""
-    exact = replace(case, dtype=torch.float32)
-    truth = single_process(exact) if make is stock_model else trained(exact, make(case))
+    wide = replace(case, dtype=torch.float32)
+    truth = single_process(wide) if make is stock_model else trained(wide, make(case))
     (single,) = ranks(1).run(_trained, case, make)  # in a process like the ranks', with the same matrix products
     start = {name: own.detach() for name, own in make(case).named_parameters()}
     frozen = {name for name, own in make(case).named_parameters() if not own.requires_grad}
@@ -39,10 +39,10 @@ def excess(case: Case, found: Sequence[Trained], make: Callable[[Any], nn.Module
         for ours, theirs in zip(mine.losses, truth.losses, strict=True):
             if abs(ours - theirs) > _OF_LOSS * theirs:
                 return f"rank {rank}: loss {ours}, in fp32 {theirs}"
-        for own in mine.held:
-            held = torch.bfloat16 if own.name in frozen else torch.float32
-            if own.value.dtype != held or own.gradient.dtype != held:
-                return f"rank {rank}: {own.name} or its gradient is not in {held}"
+        for part in mine.held:
+            held = torch.bfloat16 if part.name in frozen else torch.float32
+            if part.value.dtype != held or part.gradient.dtype != held:
+                return f"rank {rank}: {part.name} or its gradient is not in {held}"
     gradients, parameters = _whole(found, truth, "gradient"), _whole(found, truth, "value")
     for name in frozen:
         if not torch.equal(parameters.pop(name), start.pop(name).bfloat16().float()):

@@ -27,6 +27,12 @@ _GPT2 = {
 }  # fmt: skip
 
 
+def _model() -> Any:
+    config: Any = GPT2Config
+    kind: Any = GPT2LMHeadModel
+    return kind(config(**{key: own for key, own in _GPT2.items() if key != "model_type"}))
+
+
 def _spec(**training: Any) -> galvatron.ModelSpec:
     return load_any_model(_GPT2, Training(precision=Precision.FP32, sequence_length=32, **training))
 
@@ -62,7 +68,7 @@ def test_kinds_say_what_is_frozen() -> None:
 def test_counts_are_those_of_the_stock_model(frozen: tuple[str, ...]) -> None:
     """The head's words are the embedding's: frozen with it, and counted once."""
     spec = _spec(freeze=frozen)
-    model: Any = GPT2LMHeadModel(GPT2Config(**{key: own for key, own in _GPT2.items() if key != "model_type"}))
+    model = _model()
     training = Training(freeze=frozen)
     from galvatron.families.tuning import freeze
 
@@ -73,7 +79,7 @@ def test_counts_are_those_of_the_stock_model(frozen: tuple[str, ...]) -> None:
 
 def test_a_model_in_memory_is_planned_as_it_is_frozen(tmp_path: Path) -> None:
     """From its ``requires_grad``, and the plan's file has it."""
-    model: Any = GPT2LMHeadModel(GPT2Config(**{key: own for key, own in _GPT2.items() if key != "model_type"}))
+    model = _model()
     model.transformer.wpe.requires_grad_(False)
     model.transformer.h[0].requires_grad_(False)
     model.transformer.h[1].ln_1.bias.requires_grad_(False)
@@ -85,7 +91,7 @@ def test_a_model_in_memory_is_planned_as_it_is_frozen(tmp_path: Path) -> None:
 
 
 def test_a_model_of_ones_own_is_described_as_it_is_frozen() -> None:
-    model: Any = GPT2LMHeadModel(GPT2Config(**{key: own for key, own in _GPT2.items() if key != "model_type"}))
+    model = _model()
     batch = {"input_ids": torch.zeros((2, 16), dtype=torch.long), "labels": torch.zeros((2, 16), dtype=torch.long)}
     whole = galvatron.describe(model, batch)
     model.transformer.h[0].requires_grad_(False)
@@ -101,7 +107,7 @@ def test_what_cannot_be_frozen_is_refused() -> None:
             _spec(freeze=(wrong,))
     with pytest.raises(InvalidInput, match="given by its figures"):
         request_for(_spec(), "titan-rtx-8", {"freeze": "transformer.wpe"})
-    model: Any = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).requires_grad_(False)
+    model = _model().requires_grad_(False)
     with pytest.raises(InvalidInput, match="all of its parameters are frozen"):
         galvatron.plan(model, "titan-rtx-8", batch=8)
 

@@ -85,6 +85,11 @@ _CONFIG = config("llama", vocab_size=_VOCABULARY, max_position_embeddings=256)
 _TRAINING = Training(dropout=False, sequence_length=160)
 
 
+def _model() -> Any:
+    kind: Any = LlamaForCausalLM
+    return kind(LlamaConfig(**{key: own for key, own in _CONFIG.items() if key != "model_type"}))
+
+
 def _opened(data: Path, folder: Path, cache: Path, **options: Any) -> Examples:
     found = open_data(data, _CONFIG, _TRAINING, tokenizer=folder, cache=cache, **options).train
     assert isinstance(found, Examples)
@@ -152,8 +157,7 @@ def test_the_loss_counts_the_answers(
     batch = {name: own[: len(own) // 2 * 2] for name, own in batch.items()}
     chosen = [talks[document] for row in data.rows[: len(batch["labels"])] for document in row]
     torch.manual_seed(0)
-    settings = {key: own for key, own in _CONFIG.items() if key != "model_type"}
-    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(tmp_path / "weights")
+    _model().save_pretrained(tmp_path / "weights")
     loss, gradients, targets = _stock_loss(_by_hand(chosen, folder), tmp_path / "weights")
     assert int((batch["labels"] != -100).sum()) == targets
     spec = load_any_model(_CONFIG, _TRAINING)
@@ -244,8 +248,7 @@ def test_models_that_cannot_keep_documents_apart_are_refused(tmp_path: Path, tok
 
 def test_the_stock_model_keeps_documents_apart_without_a_cache() -> None:
     """As we run it; with a cache it does not."""
-    settings = {key: own for key, own in _CONFIG.items() if key != "model_type"}
-    model: Any = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    model = _model().eval()
     ids = torch.randint(_VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with torch.no_grad():
