@@ -24,6 +24,7 @@ LENGTH = 16
 """Tokens of a sample."""
 _DEGREE = 2
 _PIXELS = 64
+_WITH_IMAGES = " with images"
 
 _HEADS: Mapping[str, Mapping[str, Any]] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -67,11 +68,13 @@ class Architecture:
     name: str
     head: str
     """Which of the auto mappings it is in first."""
+    images: bool = False
+    """Whether its batches have images beside text."""
 
     @property
     def stock(self) -> Any:
         """The class itself."""
-        return getattr(transformers, self.name)
+        return getattr(transformers, self.name.removesuffix(_WITH_IMAGES))
 
     def model(self) -> tuple[nn.Module, Training]:
         """A tiny one with random weights, and how it is trained."""
@@ -115,6 +118,10 @@ def architectures() -> dict[str, Architecture]:
         for names in mapping.values():
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(name, Architecture(name, head))
+    for names in _HEADS["image and text"].values():
+        for name in (names,) if isinstance(names, str) else names:
+            images = f"{name}{_WITH_IMAGES}"
+            found.setdefault(images, Architecture(images, "image and text, with images", images=True))
     return found
 
 

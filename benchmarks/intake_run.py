@@ -30,11 +30,12 @@ from galvatron.core.spec import Cluster, Training
 from galvatron.families import load_cluster
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.image_examples import takes_images
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.split_trial import split_difference
-from galvatron.runtime.trial import trial_batches
+from galvatron.runtime.trial import small_images, trial_batches
 from galvatron.runtime.unpriced import facts_of, unpriced
 from galvatron.runtime.verify import own_loss
 from intake_models import LENGTH, Architecture
@@ -95,10 +96,13 @@ def _columns(architecture: Architecture, notes: dict[str, Any]) -> dict[str, Out
         model, training = architecture.model()
         notes["tp_plan"] = any("*" in name for name in getattr(model, "tp_plan", None) or ())  # of blocks
         notes["ep_plan"] = bool(getattr(model, "ep_plan", None))
-        layered = layered_model(without_weights(model))
+        example = _with_images(model) if architecture.images else None
+        layered = layered_model(without_weights(model), example)
         notes["layers"] = [layer.kind for layer in layered.layers]
-        batches = list(trial_batches(layered, model, (_ROWS, LENGTH)).values())
-        found.update(model=model, training=training, layered=layered, batches=(batches * _STEPS)[:_STEPS])
+        batches = list(trial_batches(layered, model, (_ROWS, LENGTH), example).values())
+        found.update(
+            model=model, training=training, layered=layered, batches=(batches * _STEPS)[:_STEPS], example=example
+        )
 
     outcome = _tried(prepare)
     if outcome.outcome != EQUAL:
@@ -118,6 +122,12 @@ def _columns(architecture: Architecture, notes: dict[str, Any]) -> dict[str, Out
     planned = columns["planned"]
     columns["plan"] = case.column(case.chosen) if planned.outcome == EQUAL else planned
     return columns
+
+
+def _with_images(model: nn.Module) -> Batch:
+    if not takes_images(model):
+        raise _Refused("it is no model of which batches with images can be made")
+    return small_images(model, LENGTH)
 
 
 class _SaidApart(Exception):
@@ -186,6 +196,8 @@ class _Case:
     training: Training
     layered: LayeredModel
     batches: Sequence[Batch]
+    example: Batch | None = None
+    """Of images beside text."""
     reference: _Reference = field(default_factory=_Reference)
     planned: Plan | None = None
 
@@ -277,7 +289,7 @@ class _Case:
 
     def _under(self, plan: Plan, *, check: bool, dtype: torch.dtype | None = None) -> Outcome:
         """On a rank: three steps. Rank 0 says what differs."""
-        parallel = galvatron.parallelize(self.model, plan, check=check, device="cpu", dtype=dtype)
+        parallel = galvatron.parallelize(self.model, plan, check=check, device="cpu", dtype=dtype, example=self.example)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=_RATE, eps=_EPSILON)
         losses = []
         off: str | None = None

@@ -28,7 +28,7 @@ def _row(name: str, **columns: str) -> dict[str, Any]:
 
 def test_every_head_is_looked_at() -> None:
     found = architectures()
-    heads = {"causal", "masked", "seq2seq", "speech", "image", "image and text"}
+    heads = {"causal", "masked", "seq2seq", "speech", "image", "image and text", "image and text, with images"}
     assert heads == {own.head for own in found.values()}
     assert {"LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"} <= set(
         found

@@ -9,6 +9,7 @@ import typer
 
 from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
+from galvatron.planner.plan.options import help_of
 
 if TYPE_CHECKING:
     from galvatron.core.spec import ModelSpec
@@ -22,6 +23,7 @@ def command(
     attention: opt.AttentionKind = "fused",
     paper: Annotated[bool, typer.Option("--paper", help="fp32 with the paper's attention, as its Table 1.")] = False,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
+    image_size: Annotated[int | None, typer.Option(help=help_of("image_size"))] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Write the model's facts to this .json file, to plan from.")
     ] = None,
@@ -34,7 +36,12 @@ def command(
     from galvatron.planner.plan.setup import training_of
 
     training = training_of(
-        Setup(precision=precision, attention="paper" if paper else attention, sequence_length=sequence_length)
+        Setup(
+            precision=precision,
+            attention="paper" if paper else attention,
+            sequence_length=sequence_length,
+            image_size=image_size,
+        )
     )
     specs = [load_any_model(model, training)] if model else [load_model(name, training) for name in model_names()]
     if output is not None:

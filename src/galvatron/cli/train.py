@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@opt.takes_setup("paper")
+@opt.takes_setup("paper", "image_size")
 def command(
     setup: Setup,
     model: Annotated[

@@ -151,14 +151,13 @@ class LayeredModel(ABC):
         )
         return next(places, len(self.layers))
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether any of its parameters is frozen."""
-        return not all(own.requires_grad for layer in self.layers for own in layer.parameters())
-
     def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
         return iter(())
+
+    def by_rows(self, batch: Batch) -> Batch:
+        """A user's batch with rows first in each tensor: some models take lists of images or patches."""
+        return batch
 
     @abstractmethod
     def context(self, batch: Batch, dtype: torch.dtype) -> Any:

@@ -40,13 +40,22 @@ def _cut(config: Any) -> None:
         lists = {key: own for key, own in fields.items() if isinstance(own, list | tuple) and len(own) == count}
         kept = min(count, _blocks_to_keep(fields, lists))
         setattr(config, name, kept)
+        if name == "depth":
+            _move_indexes(config, fields, count, kept)
         for key, own in lists.items():
             if name.startswith("num_hidden") or key.startswith(("layer", "mlp", "attention", "block")):
                 setattr(config, key, type(own)(own[:kept]))
 
 
+def _move_indexes(config: Any, fields: Mapping[str, Any], count: int, kept: int) -> None:
+    """Blocks of a vision tower that are special (full attention among windows) are at most half of those kept."""
+    for key, own in fields.items():
+        if key.endswith("_indexes") and isinstance(own, list | tuple):
+            setattr(config, key, type(own)(sorted({index * kept // count for index in own})[: kept // 2]))
+
+
 def _counts_layers(name: str, value: Any) -> bool:
-    ends = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+    ends = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
     return isinstance(value, int) and not isinstance(value, bool) and value > _LAYERS and name.endswith(ends)
 
 

@@ -23,6 +23,8 @@ TINY_TOKENS = 96
 """Tokens below this number have no special meaning in a tiny copy."""
 _HEAD = 8
 _POSITIONS = 64
+_PATCHES = 4
+"""A side of an image that is read beside text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +137,31 @@ def _shrink(config: Any, degree: int, experts: int) -> None:
         small = _small(name, value, sizes)
         if small != value:
             _set(config, name, small)
+    _shrink_images(config, fields)
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
         if isinstance(rope, dict) and "mrope_section" in rope:
             _set(config, name, {**rope, "mrope_section": [1, 1, _HEAD // 2 - 2]})
+
+
+def _shrink_images(config: Any, fields: Mapping[str, Any]) -> None:
+    """Small images for a vision tower that reads beside text, as many tokens and windows as fit them."""
+    vision = fields.get("vision_config")
+    if not isinstance(vision, PreTrainedConfig) or not isinstance(fields.get("text_config"), PreTrainedConfig):
+        return
+    patch, merge = getattr(vision, "patch_size", None), getattr(vision, "spatial_merge_size", None) or 1
+    if not isinstance(patch, int):
+        return
+    if isinstance(getattr(vision, "image_size", None), int):
+        _set(vision, "image_size", min(vision.image_size, _PATCHES * patch))
+    if isinstance(getattr(vision, "window_size", None), int) and "spatial_merge_size" in vars(vision):
+        _set(vision, "window_size", 2 * merge * patch)  # in pixels
+    outputs = ("out_hidden_size", "projection_dim", *(("hidden_size",) if "embed_dim" in vars(vision) else ()))
+    for name in outputs:
+        if isinstance(getattr(vision, name, None), int):
+            _set(vision, name, config.get_text_config().hidden_size)
+    if isinstance(fields.get("mm_tokens_per_image"), int):
+        _set(config, "mm_tokens_per_image", min(fields["mm_tokens_per_image"], (_PATCHES // 2) ** 2))
 
 
 def _small(name: str, value: Any, sizes: _Sizes) -> Any:

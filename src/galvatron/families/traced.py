@@ -26,6 +26,7 @@ def read_traced(path: Path, training: Training) -> ModelSpec | None:
         ("attention", training.attention, was.attention),
         ("dropout", training.dropout, was.dropout),
         ("sequence_length", training.sequence_length, was.sequence_length),
+        ("image_size", training.image_size, was.image_size),
     ):
         # A model without fused attention was traced without it, whatever was asked for.
         if asked is not None and asked != traced and asked is not Attention.FUSED:

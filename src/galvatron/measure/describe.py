@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,19 +22,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, FusedLoss, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
-from galvatron.families.generic.stubs import GROUPED, Call
+from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
+from galvatron.measure.real_integers import RealIntegers
+from galvatron.measure.work import FUSED_FLOPS, Decided, Work, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
@@ -60,28 +61,31 @@ class _Description:
     def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
         self._model, self._batch, self._training = model, batch, training
         self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
-        self._sample = {key: own[:1].cpu() for key, own in batch.items()}
+        self._sample = {key: own.cpu() for key, own in batch.items()}
 
     def spec(self, name: str) -> ModelSpec:
         layered = self._layered()
+        self._sample = {key: own[:1] for key, own in layered.by_rows(self._sample).items()}
         whole = self._trace(layered, None)
         halves = self._split(layered)
         tokens = self._sample["input_ids"].shape[1] if "input_ids" in self._sample else None
-        seen: set[nn.Parameter] = set()
+        token = image_token(getattr(self._model, "config", None)) if PIXELS in self._sample else None
+        seen = None if token is None or not tokens else int((self._sample["input_ids"] == token).sum())
+        counted: set[nn.Parameter] = set()
         kinds: dict[str, LayerSpec] = {}
         for layer in layered.layers:
             own = set(layer.parameters())
             if layer.kind not in kinds:
-                tied = sum(parameter.numel() for parameter in own & seen)
+                tied = sum(parameter.numel() for parameter in own & counted)
                 message = whole[layer.kind].message
                 tensor = layered.tensor_parallel(layer, boundary_bytes=message, tokens=tokens) if halves else None
                 kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
-            seen |= own
+            counted |= own
         spec = ModelSpec(
             name=name,
             family="generic",
             layers=tuple(kinds[layer.kind] for layer in layered.layers),
-            training=replace(self._training, sequence_length=tokens) if tokens else self._training,
+            training=replace(self._training, sequence_length=tokens, image_tokens=seen) if tokens else self._training,
             config=_config(self._model),
         )
         frozen = frozen_parts(self._model)
@@ -117,15 +121,15 @@ class _Description:
                 if layer.rules:
                     split(layer, layer.rules, TensorGroup(group=group))
         traced: dict[str, _Traced] = {}
-        named, decided = _named_failures(type(self._model).__name__), _Decided()  # type: ignore[no-untyped-call]
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided:
+        named, decided = _named_failures(type(self._model).__name__), Decided()  # type: ignore[no-untyped-call]
+        # Where images go follows from the numbers of tokens and sizes of images, so these keep their values.
+        real = RealIntegers() if PIXELS in context.batch else None  # type: ignore[no-untyped-call]
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided, real or nullcontext():
             _give_values(first.values())
-            fakes = replace(
-                context,
-                batch={key: fake.from_tensor(own) for key, own in context.batch.items()},
-                calls=tuple(_faked(call, fake) for call in context.calls),
-            )
-            given = {_storage(own) for own in _tensors([(call.args, call.kwargs) for call in fakes.calls])}
+            calls = [call if call is None else _faked(call, fake, real) for call in context.calls]
+            values = {key: _faked_tensor(own, fake, real) for key, own in context.batch.items()}
+            fakes = replace(context, batch=values, calls=tuple(calls))
+            given = {storage_of(own) for own in tensors_in([(call.args, call.kwargs) for call in calls if call])}
             activations: Activations = ()
             for layer in (own for own in layered.layers if first[own.kind] is own):
                 if layer is head or (activations and isinstance(layer, Bridge)):
@@ -272,84 +276,20 @@ def _give_values(layers: Iterable[Layer]) -> None:
             setattr(module, name, made.get(own, own))
 
 
-def _faked(call: Call, fake: FakeTensorMode) -> Call:
+def _faked(call: Call, fake: FakeTensorMode, real: RealIntegers | None) -> Call:
     args, kwargs = tree_map(
-        lambda own: fake.from_tensor(own) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
+        lambda own: _faked_tensor(own, fake, real) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
     )
     return Call(call.block, args, kwargs)
 
 
-class _Decided(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Questions that a model asks about values are answered with no: whether to leave out a block (it never is), or
-    whether a mask is needed that the example does not need."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return False
-        return function(*args, **(kwargs or {}))
-
-
-class _Work(TorchDispatchMode):
-    """What a forward pass does: operations, bytes saved for backward, bytes of its largest operation in and out."""
-
-    def __init__(self, parameters: Iterable[Tensor], given: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        """At first of experts alone: torch's counter knows the others."""
-        self.largest = 0
-        self._left_out = given | {_storage(own) for own in parameters}
-        self._saved: dict[int, Tensor] = {}
-
-    @property
-    def saved(self) -> int:
-        return sum(own.untyped_storage().nbytes() for own in self._saved.values())
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in self._left_out:
-            self._saved.setdefault(_storage(tensor), tensor)
-        return tensor
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = self._experts(*args) if str(function) in GROUPED else function(*args, **(kwargs or {}))
-        taken = {_storage(own): own for own in _tensors((args, kwargs))}
-        new = [own for own in _tensors(made) if _storage(own) not in taken]
-        if new:
-            inputs = [own for place, own in taken.items() if place not in self._left_out]
-            self.largest = max(self.largest, sum(_bytes(own) for own in (*new, *inputs) if own.is_floating_point()))
-        return made
-
-    def _experts(self, rows: Tensor, weights: Tensor, *_: Any) -> Tensor:
-        """Each row times the matrix of its expert: torch has neither shapes for all types nor counts for it."""
-        self.flops += 2 * rows.numel() * weights.shape[-1]
-        return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [own for own in tree_flatten(values)[0] if isinstance(own, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _attention_flops(
-    query: list[int], key: list[int], value: list[int], dropout: float = 0.0, causal: bool = False, **_: Any
-) -> int:
-    """Of the fused kernel on CPUs, which torch's counter does not know: two products, half of each if causal."""
-    *heads, queries, width = query
-    return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
-
-
-_FUSED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _faked_tensor(own: Tensor, fake: FakeTensorMode, real: RealIntegers | None) -> Tensor:
+    return own if real is not None and not own.is_floating_point() else fake.from_tensor(own)
 
 
 def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Activations, _Traced]:
-    work = _Work(layer.parameters(), given)
-    counter = FlopCounterMode(display=False, custom_mapping=_FUSED)
+    work = Work(layer.parameters(), given)
+    counter = FlopCounterMode(display=False, custom_mapping=FUSED_FLOPS)
     inside = None if layer.experts is None else _Inside()
     with ExitStack() as stack:
         if layer.experts is not None and inside is not None:
@@ -373,7 +313,7 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
 
 def _sizes(activations: Activations) -> tuple[int, int]:
     """Bytes of all that a layer hands on, and of the first of it, the hidden state."""
-    return sum(map(_bytes, activations)), _bytes(activations[0])
+    return sum(map(bytes_of, activations)), bytes_of(activations[0])
 
 
 @contextmanager

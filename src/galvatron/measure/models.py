@@ -6,6 +6,7 @@ Tracing takes seconds and imports torch, so its result is kept in a file; planni
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from galvatron.families.huggingface import UnknownArchitecture
 from galvatron.measure import cache
 
 __all__ = ["load_any_model"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
@@ -81,6 +84,8 @@ def _traced(content: dict[str, Any], name: str, training: Training) -> ModelSpec
 
     from galvatron.families.build import build_meta, read_config, stock_class
     from galvatron.families.generic.adapter import Generic
+    from galvatron.families.generic.examples import takes_tokens
+    from galvatron.families.generic.image_examples import example_of, takes_images
     from galvatron.measure.describe import describe
 
     config = read_config(content)
@@ -88,11 +93,20 @@ def _traced(content: dict[str, Any], name: str, training: Training) -> ModelSpec
     if training.attention is Attention.FUSED and not stock._supports_sdpa:
         training = replace(training, attention=Attention.EAGER)
     model = build_meta(content, training, as_named=True)
-    layered = Generic(model)
     tokens = training.sequence_length
-    if tokens is None and layered.takes_tokens:
+    if tokens is None and takes_tokens(model):
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         tokens = min(DEFAULT_LONGEST, most or DEFAULT_LONGEST)
-    batch = layered.example(2, tokens, torch.Generator().manual_seed(0))
+    batch = example_of(model, replace(training, sequence_length=tokens))
+    if batch is None:
+        if takes_images(model):
+            _LOG.warning("%s is planned for text alone, without its vision tower; --image-size plans for images", name)
+        batch = Generic(model).example(2, tokens, torch.Generator().manual_seed(0))
     spec = describe(model, batch, training, name=name)
-    return replace(spec, config=json.loads(json.dumps({**content, "architectures": [type(model).__name__]})))
+    return replace(spec, config=_named(content, model))
+
+
+def _named(content: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The configuration with the class that it builds."""
+    named: dict[str, Any] = json.loads(json.dumps({**content, "architectures": [type(model).__name__]}))
+    return named

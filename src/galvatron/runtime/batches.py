@@ -67,6 +67,7 @@ class Reader:
     def local(self, batch: Batch) -> LocalBatch:
         """This rank's part of a whole batch; all ranks are given the same one."""
         expected = self._assignments.rows * self._micro_batches
+        batch = self._layered.by_rows(batch)
         for name, tensor in batch.items():
             if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
                 given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else repr(tensor)

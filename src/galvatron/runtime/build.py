@@ -94,7 +94,6 @@ class _Builder:
             gradients_from=GradientsFrom(
                 before=self.layered.first_trained < self.stage.first,
                 within=self.layered.first_trained <= self.stage.layers[-1],
-                tells=self.layered.has_frozen,
             ),
         )
         last = self.stages[-1].strategies[-1]

@@ -16,6 +16,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction
+from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
@@ -84,6 +85,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     stock = _stock(model, plan)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
+    if example is None:
+        example = example_of(stock, plan.model.training)
     lora = plan.model.training.lora
     plain = None
     if lora is not None and not has_adapters(stock):

@@ -18,6 +18,8 @@ from galvatron.core.spec import Kind, Precision, Strategy, Training, degree_of, 
 from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction, shortened
+from galvatron.families.generic.image_examples import image_and_text, takes_images
+from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
 from galvatron.families.lora import add_adapters, lora_of
 from galvatron.families.registry import layered_model
@@ -25,7 +27,7 @@ from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
 
-__all__ = ["NotChecked", "Trial", "random_model", "tiny_copy", "trial_batches", "trial_of"]
+__all__ = ["NotChecked", "Trial", "random_model", "small_images", "tiny_copy", "trial_batches", "trial_of"]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
@@ -61,7 +63,7 @@ def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunc
         try:
             training = plan.model.training
             trial_model = tiny_copy(model, degree, training, experts=experts) if tiny else _itself(model, training)
-            small = _shortened(example, _length(plan)) if tiny else example
+            small = _small_example(trial_model, plan, example) if tiny else example
             return _prepared(trial_model, plan, small, loss)
         except NotChecked as reason:
             reasons.append(str(reason))
@@ -181,9 +183,26 @@ def _rows(plan: Plan) -> int:
 # Batches
 
 
-def _shortened(example: Batch | None, length: int) -> Batch | None:
-    """An example for a tiny copy: short, and of tokens that it has."""
-    return None if example is None else _with_few_tokens(shortened(example, length))
+def _small_example(tiny: nn.Module, plan: Plan, example: Batch | None) -> Batch | None:
+    """An example for a tiny copy: short, of tokens that it has, and of small images."""
+    if example is None:
+        return None
+    if PIXELS in example and "input_ids" in example:
+        return small_images(tiny, _length(plan))
+    return _with_few_tokens(shortened(example, _length(plan)))
+
+
+def small_images(tiny: Any, length: int) -> Batch:
+    """A batch for a tiny copy: images of four tokens where it takes any size, in samples of a multiple of ``length``
+    tokens, of which half come behind them."""
+    if not takes_images(tiny):
+        raise NotChecked("how a tiny copy takes images is not known")
+    vision = getattr(tiny.config, "vision_config", None)
+    patch, merge = getattr(vision, "patch_size", None), getattr(vision, "spatial_merge_size", None)
+    size = 2 * patch * merge if isinstance(patch, int) and isinstance(merge, int) else None
+    generator = torch.Generator().manual_seed(_SEED)
+    tokens = image_and_text(tiny, 1, None, generator, size)["input_ids"].shape[1]
+    return image_and_text(tiny, 3, -(-2 * tokens // length) * length, generator, size)
 
 
 def _with_few_tokens(batch: Batch) -> dict[str, Tensor]:
@@ -210,7 +229,7 @@ def trial_batches(
 
     def draw() -> dict[str, Tensor]:
         drawn = layered.example(rows, length if tokens else None, generator)
-        drawn = _with_few_tokens(drawn) if stock else dict(drawn)
+        drawn = _with_few_tokens(drawn) if stock and PIXELS not in drawn else dict(drawn)
         batch = {name: own.float() if own.is_floating_point() else own for name, own in drawn.items()}
         labels = batch["labels"]
         if loss is None and not labels.is_floating_point() and (labels.ndim > 1 or (stock and rows > 1)):
@@ -225,6 +244,9 @@ def trial_batches(
         shape = padded["input_ids"].shape
         kept = shape[1] - torch.tensor([(row + 1) % 3 * shape[1] // 5 for row in range(rows)])
         mask = (torch.arange(shape[1])[None] < kept[:, None]).long()
+        token = image_token(model.config) if PIXELS in padded else None
+        if token is not None:
+            mask[padded["input_ids"] == token] = 1
         padded["attention_mask"] = mask
         if padded["labels"].shape == shape:
             padded["labels"] = torch.where(mask.bool(), padded["labels"], IGNORED)

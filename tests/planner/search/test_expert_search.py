@@ -140,7 +140,9 @@ def test_a_cluster_of_uneven_links_is_searched_too() -> None:
 
 def test_experts_have_no_tp_beside_divided_sequences() -> None:
     """The runtime refuses it: TP ranks of experts have the same tokens, those of divided sequences have not."""
-    divisible = replace(_sparse(), tensor_parallel=replace(_sparse().tensor_parallel, sequence_divides=(512,)))
+    tensor_parallel = _sparse().tensor_parallel
+    assert tensor_parallel is not None
+    divisible = replace(_sparse(), tensor_parallel=replace(tensor_parallel, sequence_divides=(512,)))
     model = ModelSpec(name="sparse", family="custom", layers=(divisible,) * 4, training=Training())
     cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)
     space = Space(

@@ -80,6 +80,11 @@ class Training:
     """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
     compile: bool = False
     """Whether the computation of each block is compiled."""
+    image_size: int | None = None
+    """Pixels of a side of the one image in each sample, for models of images and text; None: text alone, or images of
+    an example batch."""
+    image_tokens: int | None = None
+    """How many tokens of a sample are those of its images; None: it has none."""
     freeze: tuple[str, ...] = ()
     """Patterns of names of parameters, or of modules that hold them, that do not train."""
     train_only: tuple[str, ...] = ()
@@ -104,7 +109,8 @@ class Training:
             del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
-        return facts if self.tunes else {key: own for key, own in facts.items() if key not in _TUNING}
+        kept = {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
+        return kept if self.tunes else {name: own for name, own in kept.items() if name not in _TUNING}
 
 
 _TUNING = frozenset({"freeze", "train_only", "lora"})

@@ -22,6 +22,7 @@ from galvatron.families.generic.balance import record_scores
 from galvatron.families.generic.decoder_inputs import DecoderInputs
 from galvatron.families.generic.examples import random_batch, shortened, takes_tokens
 from galvatron.families.generic.expert_plan import find_experts
+from galvatron.families.generic.images import IMAGES, PIXELS, ImageRows
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
 from galvatron.families.generic.own_loss import find_balance, refuse_capacity, refuse_layer_drop, shifts_labels
@@ -38,7 +39,7 @@ __all__ = ["Generic", "LossFunction", "logits_of", "shortened"]
 
 _TRIAL = (2, 8)
 """Samples and tokens of the trial run."""
-_STACKS = ("encoder", "decoder")
+_STACKS, _TOWER = ("encoder", "decoder"), ("vision", "")
 
 
 class Generic(LayeredModel):
@@ -50,15 +51,18 @@ class Generic(LayeredModel):
         refuse_capacity(model)
         refuse_layer_drop(model)
         self._sample = batch
+        self._images = ImageRows(model)
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
         if type(model).__module__.startswith("transformers."):
-            trial = shortened(trial, _TRIAL[1])
+            trial = shortened(trial, self._images.end(trial) + _TRIAL[1])
         self._dtypes = {key: own.dtype for key, own in trial.items()}
         self._decoder_inputs = DecoderInputs(model, trial)
         self.anatomy = find_blocks(model, self._decoder_inputs.complete(trial))
         self._decoder_inputs.prove(self.anatomy, trial)
         for _, idle in self.anatomy.modules(self.anatomy.idle).values():
             idle.requires_grad_(False)  # in one process it has no gradient, so that no optimizer touches it
+        for name in self.anatomy.unused:
+            model.get_submodule(name).requires_grad_(False)
         self._shifted = _shifts(model, self.anatomy, trial, loss)
         self.balance = find_balance(model, self.anatomy, trial, own_loss=loss is None)
         if self.balance is not None:
@@ -67,7 +71,14 @@ class Generic(LayeredModel):
         self._fusible = fusible_projection(model, self.anatomy, self._decoder_inputs.complete(trial))
         self._stubbed = StubbedModel(model, self.anatomy.lists, self.anatomy.units)
         kinds = self._kinds()
-        self.tensor_rules = find_rules(model, self.anatomy, kinds, self.context(trial, torch.float32).calls)
+        self._entry: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        context = self.context(self.by_rows(trial), torch.float32)
+        calls = [context.call(block) for block in range(len(kinds))]
+        if self.anatomy.segments[0].entries:
+            seen = self.anatomy.segments[0].hidden(calls[0])
+            self._entry = tuple(trial[PIXELS].shape[1:]), tuple(seen.shape[1:])
+        self._width = self.anatomy.segments[-1].hidden(calls[-1]).shape[-1]
+        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls)
         names = [self.anatomy.name(block) for block in range(len(kinds))]
         self.expert_rules = find_experts(model, names, kinds)
         self.layers = self._layers(kinds, loss)
@@ -79,22 +90,26 @@ class Generic(LayeredModel):
     def _kinds(self) -> list[str]:
         """Of each block."""
         lists = [list(self.model.get_submodule(name).children()) for name in self.anatomy.lists]
-        stacks = _STACKS if len(lists) > 1 else ("",)
-        return [
+        stacks = (_TOWER if self.anatomy.segments[0].entries else _STACKS) if len(lists) > 1 else ("",)
+        kinds = [
             kind for blocks, stack in zip(lists, stacks, strict=True) for kind in block_kinds(self.model, blocks, stack)
         ]
+        unused = {index for index in range(len(kinds)) if index > self.anatomy.segment(index).last_used}
+        return [f"{kind}-unused" if index in unused else kind for index, kind in enumerate(kinds)]
 
     def _layers(self, kinds: list[str], loss: LossFunction | None) -> tuple[Layer, ...]:
         model, anatomy, rules = self.model, self.anatomy, self.tensor_rules.blocks
         # Of two stacks the embedding is whole: that of the decoder is tied to it, and may be computed otherwise.
-        split = rules and len(anatomy.segments) == 1
+        tower = anatomy.segments[0].entries
+        split = rules and (tower or len(anatomy.segments) == 1)
         first, last = self._around_rules(model, loss) if split else ((), ())
-        embedding = Embedding(anatomy, model, first)
+        shape = self._entry[1] if self._entry else ()
+        embedding = Embedding(anatomy, model, () if tower else first, shape)
         embedding.balance = self.balance
         layers: list[Layer] = [embedding]
         for place, segment in enumerate(anatomy.segments):
             if place:
-                layers.append(Bridge(anatomy, model, place))
+                layers.append(Bridge(anatomy, model, place, first if tower else ()))
             for index in range(segment.first, segment.last + 1):
                 block = model.get_submodule(anatomy.name(index))
                 own = Block(anatomy, index, block, kinds[index], rules.get(kinds[index], ()))
@@ -132,7 +147,7 @@ class Generic(LayeredModel):
 
     def _around_rules(self, model: Any, loss: LossFunction | None) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
         """The vocabulary is split where the embedding is one, and where the head's scores go into our own loss."""
-        words = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[0]).items()}
+        words = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[-2]).items()}
         scores = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[-1]).items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         before = tuple(
@@ -151,8 +166,12 @@ class Generic(LayeredModel):
         own: nn.Module = self._stubbed.model
         return own.named_buffers(remove_duplicate=False)
 
+    def by_rows(self, batch: Batch) -> Batch:
+        return self._images.by_rows(batch)
+
     def context(self, batch: Batch, dtype: torch.dtype) -> Context:
-        batch = self._decoder_inputs.complete(batch)
+        rows = batch
+        batch = self._decoder_inputs.complete(self._images.as_lists(batch))
         inputs = self.anatomy.pick(batch)
         if not inputs:
             return Context(batch, dtype, ())
@@ -173,16 +192,49 @@ class Generic(LayeredModel):
         self._stubbed.on_block = record
         with torch.no_grad():
             self._stubbed.run(inputs, dtype, training=False)
-        return Context(batch, dtype, tuple(calls))
+        blind = PIXELS in rows and PIXELS not in batch
+        if not self.anatomy.segments[0].entries:
+            return Context(batch, dtype, tuple(calls), blind=blind)
+        made = {call.block: call for call in calls}
+        found = tuple(made.get(block) for block in range(self.anatomy.last + 1))
+        entries = tuple(self._images.entries(rows))
+        self._check_entries(found[0], sum(entries))
+        return Context(batch, dtype, found, entries, _most(rows), blind)
+
+    def _check_entries(self, first: Call | None, count: int) -> None:
+        """What a vision tower works on must be what the batch has, one for one."""
+        given = 0 if first is None else len(self.anatomy.hidden(first))
+        if given != count:
+            raise InvalidInput(
+                f"{type(self.model).__name__}: its vision tower works on {given} images or patches, but the batch has "
+                f"{count}, so they cannot be divided over samples; give an example batch that is like this one"
+            )
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        if PIXELS in samples and PIXELS in self._dtypes and "input_ids" in samples:
+            return (self._carried_beside_images(index, samples),)
         batch = {key: torch.zeros((1, *samples[key]), dtype=own) for key, own in self._dtypes.items() if key in samples}
         context = self.context(batch, torch.float32)
         # Of layers: an embedding or a bridge stands before each list of blocks.
         starts = [segment.first + place + 1 for place, segment in enumerate(self.anatomy.segments)]
         segment = self.anatomy.segments[max(sum(start <= index for start in starts) - 1, 0)]
-        shapes = tuple(tuple(own.shape[1:]) for own in segment.activations(context.calls[segment.first]))
+        shapes = tuple(tuple(own.shape[1:]) for own in segment.activations(context.call(segment.first)))
         return shapes if self.balance is None else (*shapes, (self.balance.width,))
+
+    def _carried_beside_images(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Which no random batch shows: its tokens must fit its images."""
+        tower = self.anatomy.segments[0]
+        if not tower.entries or index > tower.count + 1:
+            return samples["input_ids"][0], self._width
+        assert self._entry is not None
+        listed = IMAGES in samples
+        seen = samples[PIXELS][1:] if listed else samples[PIXELS]
+        if seen != self._entry[0]:
+            raise InvalidInput(
+                f"batch: {PIXELS} has images of {list(seen)}, the example has {list(self._entry[0])}; give an example "
+                "batch of the size that you train with"
+            )
+        return (samples[PIXELS][0] if listed else 1, *self._entry[1])
 
     def targets(self, batch: Batch) -> int:
         labels = batch["labels"]
@@ -195,10 +247,17 @@ class Generic(LayeredModel):
 
     def example(self, rows: int, sequence_length: int | None, generator: torch.Generator) -> dict[str, Tensor]:
         if self._sample is not None:
-            count = len(next(iter(self._sample.values())))
+            sample = self.by_rows(self._sample)
+            count = len(next(iter(sample.values())))
             chosen = torch.randint(count, (rows,), generator=generator, device=generator.device)
-            return {key: own[chosen.to(own.device)].to(generator.device) for key, own in self._sample.items()}
+            drawn = {key: own[chosen.to(own.device)].to(generator.device) for key, own in sample.items()}
+            return dict(self._images.as_lists(drawn))
         return random_batch(self.model, rows, sequence_length, generator)
+
+
+def _most(batch: Batch) -> int:
+    """Entries of ``pixel_values`` that a sample of the whole batch has at most."""
+    return batch[PIXELS].shape[1] if IMAGES in batch else 1
 
 
 def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction | None) -> bool:

@@ -38,7 +38,11 @@ def block_kinds(model: nn.Module, blocks: Sequence[nn.Module], stack: str = "") 
 def _layer_types(model: nn.Module, count: int, stack: str) -> list[str]:
     """What the configuration says of each block; empty where it says nothing."""
     config: Any = getattr(model, "config", None)
-    config = (getattr(config, stack, None) or config) if stack else config
+    if stack:
+        config = getattr(config, stack, None) or getattr(config, f"{stack}_config", None) or config
+    full = getattr(config, "fullatt_block_indexes", None)
+    if isinstance(full, list | tuple):
+        return ["full_attention" if block in full else "windows" for block in range(count)]
     texts = [config.get_text_config(), config] if hasattr(config, "get_text_config") else [config]
     for own in texts:
         for field in ("layer_types", "layers_block_type"):

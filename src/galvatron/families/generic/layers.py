@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import next_tokens
 from galvatron.families.generic.balance import Balance, recorded
+from galvatron.families.generic.images import IMAGES, padded, unpadded
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer
@@ -30,11 +31,55 @@ class Context:
     batch: Batch
     """With all that the model's forward takes, the decoder's inputs too."""
     dtype: torch.dtype
-    calls: tuple[Call, ...]
-    """How each block is called; the activations in it are not meant."""
+    calls: tuple[Call | None, ...]
+    """How each block is called; the activations in it are not meant. None: it is not, because there is no image."""
+    entries: tuple[int, ...] = ()
+    """How many entries of ``pixel_values`` each sample has, where there are images."""
+    most: int = 0
+    """The most that a sample of the whole batch has."""
+
+    blind: bool = False
+    """Whether these samples have no image, though the model is given some."""
+
+    def call(self, block: int) -> Call:
+        """How a block is called that is."""
+        found = self.calls[block]
+        assert found is not None
+        return found
+
+    def by_rows(self, hidden: Tensor) -> Tensor:
+        """A tensor of all entries with samples first, padded."""
+        return padded(hidden, self.entries, self.most)
+
+    def as_list(self, rows: Tensor) -> Tensor:
+        """The same back."""
+        return unpadded(rows, self.entries)
 
 
-class _Around(Layer):
+class _Untouched(torch.autograd.Function):
+    """The first tensor. Backward gives the others zeros: ranks that saw images wait for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
+        ctx.likes = [(own.shape, own.dtype, own.device) for own in others]  # which may be gone in backward
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
+
+
+class _GenericLayer(Layer):
+    """A layer that some samples pass by."""
+
+    def untouched(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """The hidden state, made without some of the layer's parameters, or without other tensors."""
+        trained = [own for own in (*self.parameters(), *others) if own.requires_grad]
+        passed: Tensor = _Untouched.apply(hidden, *trained) if trained else hidden  # type: ignore[no-untyped-call]
+        return passed
+
+
+class _Around(_GenericLayer):
     """All before, between or after the lists of blocks."""
 
     def __init__(self, kind: str, anatomy: Anatomy, model: nn.Module, place: int, rules: tuple[Rule, ...] = ()) -> None:
@@ -79,27 +124,41 @@ class Embedding(_Around):
 
     balance: Balance | None = None
 
-    def __init__(self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...]) -> None:
-        super().__init__("embedding", anatomy, model, 0, rules)
+    def __init__(
+        self, anatomy: Anatomy, model: nn.Module, rules: tuple[Rule, ...], shape: tuple[int, ...] = ()
+    ) -> None:
+        """``shape``: of an entry of the hidden state, where these are of images."""
         self.segment = anatomy.segments[0]
+        super().__init__("vision-embedding" if self.segment.entries else "embedding", anatomy, model, 0, rules)
+        self._shape = shape
 
     def forward(self, activations: Activations, context: Context) -> Activations:
-        made = self.part.until(self.segment, None, context, training=self.training)
-        return made if self.balance is None else (*made, self.balance.start(len(made[0]), made[0]))
+        if self.segment.entries and context.blind:
+            like = context.batch["input_ids"]
+            shape = (len(like), context.most, *self._shape)
+            return (self.untouched(torch.zeros(shape, dtype=context.dtype, device=like.device)),)
+        hidden, *handed = self.part.until(self.segment, None, context, training=self.training)
+        if context.blind:
+            hidden = self.untouched(hidden)
+        made = (context.by_rows(hidden) if self.segment.entries else hidden, *handed)
+        return made if self.balance is None else (*made, self.balance.start(len(hidden), hidden))
 
 
 class Bridge(_Around):
-    """All between two lists of blocks: ends the encoder and begins the decoder."""
+    """All between two lists of blocks: ends the encoder and begins the decoder. After a vision tower it puts what was
+    seen among the embedded tokens."""
 
-    def __init__(self, anatomy: Anatomy, model: nn.Module, place: int) -> None:
-        super().__init__("bridge", anatomy, model, place)
-        self.segment = anatomy.segments[place]
+    def __init__(self, anatomy: Anatomy, model: nn.Module, place: int, rules: tuple[Rule, ...] = ()) -> None:
+        self.before, self.segment = anatomy.segments[place - 1 : place + 1]
+        super().__init__("connector" if self.before.entries else "bridge", anatomy, model, place, rules)
 
     def forward(self, activations: Activations, context: Context) -> Activations:
-        return self.part.until(self.segment, activations[0], context, training=self.training)
+        hidden = context.as_list(activations[0]) if self.before.entries else activations[0]
+        made = self.part.until(self.segment, hidden, context, training=self.training)
+        return (self.untouched(made[0], activations[0]),) if context.blind else made
 
 
-class Block(Layer):
+class Block(_GenericLayer):
     """A block of a list."""
 
     block: nn.Module
@@ -122,9 +181,17 @@ class Block(Layer):
         return (*made, self.balance.add(tally, scores, context.batch.get("attention_mask")))
 
     def _run(self, activations: Activations, context: Context) -> Activations:
-        call = self.segment.called_with(context.calls[self.index], activations)
+        call = context.calls[self.index]
+        if self.index > self.segment.last_used:
+            return activations
+        if call is None:
+            return (self.untouched(activations[0]), *activations[1:])
+        if self.segment.entries:
+            activations = (context.as_list(activations[0]), *activations[1:])
+        call = self.segment.called_with(call, activations)
         made = self.block(*call.args, **call.kwargs)
-        return (made if isinstance(made, Tensor) else made[0], *activations[1:])
+        hidden = made if isinstance(made, Tensor) else made[0]
+        return (context.by_rows(hidden) if self.segment.entries else hidden, *activations[1:])
 
 
 class Head(_Around):
@@ -179,12 +246,13 @@ class _Part:
     def until(self, segment: Segment, hidden: Tensor | None, context: Context, *, training: bool) -> Activations:
         """What enters the first block of a list; ``hidden``: what the block before it returned, if there is one."""
         found: list[Activations] = []
+        before = self._anatomy.segment(segment.first - 1).last_used if segment.first else None
 
         def capture(call: Call) -> Any:
             if call.block == segment.first:
                 found.append(segment.activations(call))
                 raise Stop
-            if hidden is not None and call.block == segment.first - 1:
+            if hidden is not None and call.block == before:
                 return self._anatomy.returned(call, hidden)
             return self._anatomy.passed(call)
 
@@ -202,7 +270,8 @@ class _Part:
 
 def _needed(anatomy: Anatomy) -> frozenset[str]:
     """What a layer reads of the batch; the inputs of a decoder are made from labels."""
-    return anatomy.inputs | {"labels"} if len(anatomy.segments) > 1 else anatomy.inputs
+    made = {"labels"} if len(anatomy.segments) > 1 and not anatomy.segments[0].entries else set()
+    return anatomy.inputs | made | {IMAGES}
 
 
 def _checkpoint_names(anatomy: Anatomy, model: nn.Module) -> dict[str, str]:

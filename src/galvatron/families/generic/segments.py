@@ -32,11 +32,20 @@ class Segment:
     """What a block returns after the hidden state; None: it returns that alone."""
     handed: tuple[int | str, ...] = ()
     """Where a block takes the tensor that was made before the first of them (by the encoder), if it takes one."""
+    unused: int = 0
+    """How many of its last blocks have no part in the result (CLIP's last in LLaVA, which reads the one before)."""
+    entries: bool = False
+    """Whether the hidden state has entries of ``pixel_values`` first (images, patches) instead of samples."""
 
     @property
     def last(self) -> int:
         """Number of its last block, counted over all lists."""
         return self.first + self.count - 1
+
+    @property
+    def last_used(self) -> int:
+        """Number of its last block that has a part in the result."""
+        return self.last - self.unused
 
     def hidden(self, call: Call) -> Any:
         """The hidden state that a block was called with."""
@@ -87,6 +96,12 @@ class Anatomy:
         """The stock model's name of a block."""
         segment = self.segment(block)
         return f"{segment.blocks}.{block - segment.first}"
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the blocks that have no part in the result."""
+        numbers = range(self.last + 1)
+        return tuple(self.name(block) for block in numbers if block > self.segment(block).last_used)
 
     def modules(self, names: tuple[str, ...]) -> dict[str, tuple[str, nn.Module]]:
         """These units in the form that a layer takes."""

@@ -8,6 +8,7 @@ them shows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ __all__ = [
     "Stop",
     "StubbedModel",
     "Unit",
+    "depending",
     "find_units",
     "has_nan",
     "on_meta",
@@ -120,6 +122,7 @@ class StubbedModel:
     """A copy of a model without weights, with stand-ins for its blocks and for the units not in ``real``."""
 
     def __init__(self, model: nn.Module, lists: Sequence[str], units: Iterable[Unit], real: Iterable[str] = ()) -> None:
+        self._stock = model
         self.model = without_weights(model)
         for module in self.model.modules():  # a decoder has a configuration of its own
             config: Any = getattr(module, "config", None)
@@ -153,6 +156,8 @@ class StubbedModel:
         """Units whose stand-ins return zeros unless a NaN came in: to see whether one does."""
         self.noise: torch.Generator | None = None
         """Where it is set, stand-ins return random numbers: for what follows them to be computed with."""
+        self.tags: dict[str, Tensor] = {}
+        """Where there are some, a unit's stand-in returns what depends on its tag and on all that it was given."""
         self.note_uses = False
         """Whether to log uses of parameters other than by their modules, which slows all of torch down."""
         self._within = False
@@ -170,6 +175,13 @@ class StubbedModel:
             except Stop:
                 return None
 
+    def call(self, method: str, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+        """Another method of the model on these inputs."""
+        self.log = _Log()
+        self._place(next(iter(inputs.values())).device, dtype)
+        with self._parameters_held(dtype):
+            return getattr(self.model, method)(**inputs)
+
     def shapes_of_block(self, call: Call) -> Any:
         """What the block itself would return, on the meta device."""
         return self._on_meta(self._forwards[call.block], call.args, call.kwargs)
@@ -180,6 +192,20 @@ class StubbedModel:
         try:
             with torch.no_grad(), on_meta():
                 return forward(*args, **kwargs)
+        finally:
+            self._within = False
+
+    def _with_zeros(self, name: str, args: Any, kwargs: Any) -> Any:
+        """What a unit returns that has weights of zero, without values."""
+        module = copy.deepcopy(self._stock.get_submodule(name))
+        for parent in module.modules():
+            for key, own in list(parent.named_parameters(recurse=False)):
+                zeros = torch.zeros(own.shape, dtype=self._dtype, device=self._device)
+                setattr(parent, key, nn.Parameter(zeros, requires_grad=False))
+        self._within = True
+        try:
+            with torch.no_grad():
+                return to_meta(module.to(self._device)(*args, **kwargs))
         finally:
             self._within = False
 
@@ -198,9 +224,13 @@ class StubbedModel:
             fill = 0.0 if clean else torch.nan
             key = repr((name, tree_map(_outline, (args, kwargs))))
             if key not in self._results:
-                self._results[key] = self._on_meta(forward, args, kwargs)
+                try:
+                    self._results[key] = self._on_meta(forward, args, kwargs)
+                except (RuntimeError, NotImplementedError):  # it looks at values (of masks, of sizes of images)
+                    self._results[key] = self._with_zeros(name, args, kwargs)
             made = self._results[key]
-            return tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
+            filled = tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
+            return depending(filled, (self.tags[name], args, kwargs)) if name in self.tags else filled
 
         return stand_in
 
@@ -223,6 +253,8 @@ class StubbedModel:
                 value = held()
             else:
                 value = self._filled(own.to(dtype), 0.0 if name in self.watched else torch.nan)
+                if name in self.tags:
+                    value = depending(value, self.tags[name])
             setattr(module, attribute, value)
         try:
             with _Uses(self, places) if self.note_uses else nullcontext():
@@ -304,6 +336,19 @@ def _stop(call: Call) -> Any:
 
 def _outline(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def depending(made: Any, given: Any) -> Any:
+    """The same tensors as results of all that was given, as autograd sees it."""
+    sources = [own for own in tree_flatten(given)[0] if isinstance(own, Tensor) and own.requires_grad]
+    return tree_map(
+        lambda own: (
+            own + sum(source.sum() * 0 for source in sources).to(own.dtype)  # type: ignore[union-attr]
+            if sources and isinstance(own, Tensor) and own.is_floating_point()
+            else own
+        ),
+        made,
+    )
 
 
 def has_nan(values: Any) -> bool:

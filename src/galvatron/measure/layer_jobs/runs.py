@@ -16,6 +16,7 @@ from torch import Tensor
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ModelSpec, Precision, Strategy
 from galvatron.families.build import build_meta
+from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.layers import Bridge, Embedding, Head
 from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
@@ -62,9 +63,8 @@ class Bench:
 
     def _made(self) -> LayeredModel:
         assert self._model.config is not None
-        return layered_model(
-            build_meta(self._model.config, self._model.training, as_named=self._model.family == "generic")
-        )
+        stock = build_meta(self._model.config, self._model.training, as_named=self._model.family == "generic")
+        return layered_model(stock, example_of(stock, self._model.training))
 
     def probe(self, variant: Variant, samples: int) -> Probe:
         run = self._run(variant, samples)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from galvatron.families.build import build_meta
+from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.measure.rehearsal.alone import alone_as, kernels_for
@@ -35,7 +36,8 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
     The process group may be a real one. Memory is counted from before the model is built; the batch is older.
     """
     assert plan.model.config is not None
-    layered = layered_model(build_meta(plan.model.config, plan.model.training))
+    stock = build_meta(plan.model.config, plan.model.training)
+    layered = layered_model(stock, example_of(stock, plan.model.training))
     weights = CheapWeights(layered)
     batch = _batch(layered, plan)
     meter = meter_for(device)

@@ -30,6 +30,9 @@ class _Sizes(TypedDict, total=False):
     attention: Annotated[str | None, "fused (default), eager, or paper."]
     dropout: Annotated[bool | None, "Default: as the model's configuration."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]
+    image_size: Annotated[
+        int | None, "One image of so many pixels a side in each sample, beside text (default: text alone)."
+    ]
     optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
     expert_imbalance: Annotated[float | None, "Tokens of the busiest expert rank over the mean (default 1)."]
     compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]

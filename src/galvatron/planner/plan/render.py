@@ -60,6 +60,12 @@ def plan_view(plan: Plan) -> RenderableType:
         style="dim",
     )
     notes = []
+    seen = model.training.image_tokens
+    if seen is not None:
+        side = model.training.image_size
+        size = "" if side is None else f" (one of {side} × {side} pixels)"
+        of = f"{seen} of {model.training.sequence_length} tokens"
+        notes.append(Text(f"{of} a sample are of images{size}", style="dim"))
     if len(plan.space.batches) > 1 and plan.batch > 0.9 * plan.space.batches[-1]:
         notes.append(Text("the batch is about the largest searched; fix yours with --batch", style="dim"))
     return Group(title, numbers, _strips(plan), _legend(plan), certificate, *notes)

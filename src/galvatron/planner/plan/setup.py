@@ -73,6 +73,11 @@ def request_for(
     if isinstance(model, ModelSpec):
         _reject_tuning(training, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
+    if training.image_size is not None and known.training.image_size != training.image_size:
+        raise InvalidInput(
+            f"image_size: {training.image_size} given, but {known.name} reads no images beside text, or was described "
+            "without; leave it out, or describe the model with a batch that has images"
+        )
     # Its layers' sizes depend on neither.
     optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
     model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
@@ -199,6 +204,7 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
+        image_size=setup.get("image_size"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
         compile=(device is not None and device.compiles and not paper) if compiled is None else compiled,
         freeze=_patterns(setup.get("freeze")),

@@ -53,7 +53,9 @@ def layers_view(model: ModelSpec) -> RenderableType:
         )
         position += count
     title = Text(f"{model.name}: {model.parameters:,} parameters, {model.training.precision}", style="bold")
-    return Group(title, table, Text("Sizes are for one sample.", style="dim"))
+    images = model.training.image_tokens
+    seen = "" if images is None else f", {images} of its {model.training.sequence_length} tokens are of images"
+    return Group(title, table, Text(f"Sizes are for one sample{seen}.", style="dim"))
 
 
 def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:

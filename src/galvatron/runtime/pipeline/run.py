@@ -68,25 +68,24 @@ class Neighbours:
 
 @dataclass
 class GradientsFrom:
-    """Which activations between stages have gradients: all of them, unless parameters are frozen.
+    """Which activations between stages have gradients.
 
-    Where nothing before a boundary trains, none has one. Elsewhere some may have none (what a frozen encoder made, that
-    travels beside what a decoder makes), which the sending stage finds out in its first forward, and tells once.
+    Where nothing before a boundary trains, none has one. Elsewhere some may have none (what a frozen encoder or vision
+    tower made, that travels beside what a decoder makes), which the sending stage finds out in its first forward, and
+    tells once.
     """
 
     before: bool = True
     """Whether anything before the stage trains."""
     within: bool = True
     """Whether anything before the stage's end trains."""
-    tells: bool = False
-    """Whether any parameter of the model is frozen."""
     _heard: tuple[bool, ...] | None = None
     _told: bool = False
 
     def heard(self, transfer: StageTransfer, inputs: Activations) -> tuple[bool, ...]:
         """Whether each of the stage's inputs has a gradient."""
-        if not (self.before and self.tells):
-            return (self.before,) * len(inputs)
+        if not self.before:
+            return (False,) * len(inputs)
         if self._heard is None:
             flags = torch.ones(len(inputs), dtype=torch.uint8, device=inputs[0].device)
             transfer.hear(flags)
@@ -95,7 +94,7 @@ class GradientsFrom:
 
     def told(self, transfer: StageTransfer, outputs: Activations) -> None:
         """After the first forward, tell the next stage which of its inputs have one."""
-        if self.within and self.tells and not self._told:
+        if self.within and not self._told:
             flags = [int(output.requires_grad) for output in outputs]
             transfer.tell(torch.tensor(flags, dtype=torch.uint8, device=outputs[0].device))
             self._told = True

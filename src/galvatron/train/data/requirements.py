@@ -63,6 +63,11 @@ def requirements_of(config: Mapping[str, Any], training: Training) -> TokenRequi
     """What the model of this configuration (the content of a ``config.json``) reads."""
     full: Any = read_config(config)
     name = stock_class(full).__name__
+    if training.image_tokens is not None:
+        raise InvalidInput(
+            f"{name}: the plan is for images beside text, of which no data is made; write the training loop yourself "
+            "and give forward_backward your own batches, or plan without --image-size"
+        )
     if name.endswith("ForImageClassification"):
         height, width = sides(full.image_size)
         return ImageRequirements(height=height, width=width, channels=full.num_channels, classes=full.num_labels)
