@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from galvatron.core.errors import NonFinite, Unequal
+from galvatron.core.units import format_seconds
 from galvatron.families.layer import IGNORED
 from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch
+from galvatron.runtime.compiled import compiler
 from galvatron.runtime.model import ParallelModel
 from galvatron.train.checkpoints.checkpoints import Checkpoints
 from galvatron.train.data.dataset import Dataset, evaluation_batches
@@ -82,6 +84,8 @@ class Loop:
             if evaluates:
                 figures["evaluation_loss"] = self._evaluate(step)
             self._show(step, figures)
+            if step == first + 1:
+                self._say_compiled()
             if self._due(self.settings.compare_every or None, step):
                 self._compare_replicas(step)
             if saves or stopped:
@@ -174,6 +178,12 @@ class Loop:
         for sink in self.sinks:
             sink.write(step, figures)
         self.display.step(step, figures)
+
+    def _say_compiled(self) -> None:
+        made = compiler()
+        if self.display is not None and made.graphs:
+            took = format_seconds(made.seconds)
+            self.display.say(f"compiled {made.graphs} graphs in {took}; PyTorch's cache has them for later runs")
 
     @contextmanager
     def _traced(self, step: int) -> Iterator[None]:

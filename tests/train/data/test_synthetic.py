@@ -85,3 +85,15 @@ def test_models_of_unknown_family_are_known_by_their_class() -> None:
     tagger = {"model_type": "mistral", "architectures": ["MistralForTokenClassification"]}
     with pytest.raises(InvalidInput, match="MistralForTokenClassification: no data is made for models of this kind"):
         requirements_of(tagger, Training())
+
+
+def test_a_language_model_behind_a_vision_tower_learns_the_next_token() -> None:
+    """Its class ends as T5's does, which learns hidden spans."""
+    gemma = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {"vocab_size": 77, "max_position_embeddings": 16, "eos_token_id": 3},
+    }
+    found = requirements_of(gemma, Training())
+    assert isinstance(found, TokenRequirements)
+    assert (found.objective, found.vocabulary, found.length) == (Objective.CAUSAL, 77, 16)

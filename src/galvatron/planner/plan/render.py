@@ -40,7 +40,8 @@ def plan_view(plan: Plan) -> RenderableType:
     title.append(
         f"  {format_count(model.parameters)} parameters{_trained(plan)}, "
         f"{sum(run.count for run in model.order)} layers, "
-        f"{model.training.precision}{_optimizer(plan)} on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
+        f"{model.training.precision}{_optimizer(plan)}{', compiled' if model.training.compile else ''} on "
+        f"{plan.cluster.devices} × {facts.device.name} ({facts.name})",
         style="default",
     )
     numbers = Text()

@@ -72,6 +72,8 @@ def requirements_of(config: Mapping[str, Any], training: Training) -> TokenRequi
         height, width = sides(full.image_size)
         return ImageRequirements(height=height, width=width, channels=full.num_channels, classes=full.num_labels)
     objective = next((found for ending, found in _OBJECTIVES.items() if name.endswith(ending)), None)
+    if objective is Objective.SPANS and not getattr(full, "is_encoder_decoder", False):
+        objective, full = Objective.CAUSAL, full.get_text_config()  # a language model behind a vision tower
     if objective is None:
         raise InvalidInput(
             f"{name}: no data is made for models of this kind (known: language models and image classifiers); write "
