@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelSpec
@@ -31,9 +31,12 @@ def plan(
     divided into layers, or facts: for a model of your own those that :func:`galvatron.describe` traces. Options are
     those of the command line:
     ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
-    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Raises
+    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Parameters
+    of a model in memory whose ``requires_grad`` is False are planned as frozen. Raises
     :class:`galvatron.Infeasible` with advice when nothing fits.
     """
+    if hasattr(model, "named_parameters"):
+        model = _tuned_as(cast("nn.Module", model), setup)
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
     if cluster == "auto":
         from galvatron.measure.auto import request_here
@@ -42,6 +45,21 @@ def plan(
     from galvatron.measure.models import load_any_model
 
     return make_plan(request_for(source, cluster, setup, load_any_model))
+
+
+def _tuned_as(model: nn.Module, setup: Setup) -> nn.Module:
+    """The stock model in memory; the setup then says what of it is frozen, and which adapters it has."""
+    from galvatron.families.lora import lora_of, without_peft
+    from galvatron.families.tuning import frozen_parts
+
+    stock: nn.Module = without_peft(model)
+    lora = lora_of(stock)
+    if lora is not None:
+        setup["lora"], setup["lora_alpha"], setup["lora_targets"] = lora.rank, lora.alpha, ",".join(lora.targets)
+        return stock
+    said = [setup.get("freeze") or "", *frozen_parts(stock)]
+    setup["freeze"] = ",".join(each for each in said if each) or None
+    return stock
 
 
 def _configuration(model: Any) -> dict[str, Any]:

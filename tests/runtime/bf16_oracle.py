@@ -7,11 +7,12 @@ stock model trained in one process with bf16 working weights and fp32 masters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from oracle import Case, Record, batches, single_process, stock_model
+from oracle import Case, Record, batches, single_process, stock_model, trained
 from parity import Trained
 from ranks import ranks
 from torch import Tensor, nn
@@ -26,18 +27,27 @@ _OF_LOSS = 2.0**-9
 """Relative to the fp32 loss: logits are rounded, sums are not."""
 
 
-def excess(case: Case, found: Sequence[Trained]) -> str | None:
-    """What is further from fp32 than it may be, if anything is."""
-    truth = single_process(replace(case, dtype=torch.float32))
-    (single,) = ranks(1).run(_trained, case)  # in a process like the ranks', with the same matrix products
-    start = {name: own.detach() for name, own in stock_model(case).named_parameters()}
+def excess(case: Case, found: Sequence[Trained], make: Callable[[Any], nn.Module] = stock_model) -> str | None:
+    """What is further from fp32 than it may be, if anything is. ``make``: a case's model, some of which may be
+    frozen."""
+    wide = replace(case, dtype=torch.float32)
+    truth = single_process(wide) if make is stock_model else trained(wide, make(case))
+    (single,) = ranks(1).run(_trained, case, make)  # in a process like the ranks', with the same matrix products
+    start = {name: own.detach() for name, own in make(case).named_parameters()}
+    frozen = {name for name, own in make(case).named_parameters() if not own.requires_grad}
     for rank, mine in enumerate(found):
         for ours, theirs in zip(mine.losses, truth.losses, strict=True):
             if abs(ours - theirs) > _OF_LOSS * theirs:
                 return f"rank {rank}: loss {ours}, in fp32 {theirs}"
-        if any(own.value.dtype != torch.float32 or own.gradient.dtype != torch.float32 for own in mine.held):
-            return f"rank {rank}: masters or gradients are not in fp32"
+        for part in mine.held:
+            held = torch.bfloat16 if part.name in frozen else torch.float32
+            if part.value.dtype != held or part.gradient.dtype != held:
+                return f"rank {rank}: {part.name} or its gradient is not in {held}"
     gradients, parameters = _whole(found, truth, "gradient"), _whole(found, truth, "value")
+    for name in frozen:
+        if not torch.equal(parameters.pop(name), start.pop(name).bfloat16().float()):
+            return f"{name} is frozen, but has changed"
+        del truth.parameters[name], single.parameters[name]
     for name, expected in truth.gradients.items():
         ours, theirs = (float((own[name] - expected).norm()) for own in (gradients, single.gradients))
         if ours > _OF_ONE * theirs + 1e-6:
@@ -60,19 +70,20 @@ def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> floa
 
 def _whole(found: Sequence[Trained], like: Record, what: str) -> dict[str, Tensor]:
     """Put together from all ranks' parts."""
-    whole = {name: torch.full_like(tensor, torch.nan).flatten() for name, tensor in like.parameters.items()}
+    whole = {name: torch.full(tensor.shape, torch.nan).flatten() for name, tensor in like.parameters.items()}
     for mine in found:
         for own in mine.held:
-            whole[own.name][own.places] = getattr(own, what)
+            whole[own.name][own.places] = getattr(own, what).float()
     return {name: tensor.view_as(like.parameters[name]) for name, tensor in whole.items()}
 
 
-def _trained(case: Case) -> Record:
+def _trained(case: Case, make: Callable[[Any], nn.Module]) -> Record:
     """The stock model in one process: bf16 working weights, fp32 masters."""
-    model = stock_model(case)
+    model = make(case)
     masters = {name: nn.Parameter(own.detach().clone()) for name, own in model.named_parameters()}
+    trains = [masters[name] for name, own in model.named_parameters() if own.requires_grad]
     model = model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters.values(), lr=case.learning_rate, eps=case.epsilon)
+    optimizer = torch.optim.AdamW(trains, lr=case.learning_rate, eps=case.epsilon)
     gradients: dict[str, Tensor] = {}
     losses: list[float] = []
     for batch in batches(case):

@@ -47,9 +47,12 @@ class _Model(nn.Module):
         return logits
 
 
-def _model() -> nn.Module:
+def _model(frozen: str) -> nn.Module:
     torch.manual_seed(0)
-    return _Model()
+    model = _Model()
+    for name, own in model.named_parameters():
+        own.requires_grad_(not frozen or not name.startswith(frozen))
+    return model
 
 
 def _batch() -> dict[str, Tensor]:
@@ -59,24 +62,28 @@ def _batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.flip(1)}
 
 
-def _gradients(plan: galvatron.Plan) -> dict[str, Tensor]:
-    model = galvatron.parallelize(_model(), plan, example=_batch(), device="cpu", check=False)
+def _gradients(plan: galvatron.Plan, frozen: str) -> dict[str, Tensor]:
+    model = galvatron.parallelize(_model(frozen), plan, example=_batch(), device="cpu", check=False)
     float(model.forward_backward(_batch()))
     return {name: own.clone() for name, own in model.whole_gradients()}
 
 
-@pytest.mark.parametrize("strategy", ["dp2", "sdp2", "sdp2+rc", "dp2+zero2"])
-def test_gradients_are_those_of_one_process(strategy: str) -> None:
-    alone: Any = _model()
+@pytest.mark.parametrize(
+    ("strategy", "frozen"), [("dp2", ""), ("sdp2", ""), ("sdp2+rc", ""), ("dp2+zero2", ""), ("sdp2", "words")]
+)
+def test_gradients_are_those_of_one_process(strategy: str, frozen: str) -> None:
+    """Also where the first layer that trains has such experts, so that no gradient leaves it."""
+    alone: Any = _model(frozen)
     batch = _batch()
     loss = nn.functional.cross_entropy(alone(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
     torch.autograd.backward(loss)
     spec = galvatron.ModelSpec(**_facts())
     request = Request(model=spec, cluster=cluster_of(2), batch=8, schedule=ONE_F_ONE_B)
     plan = priced(request, [[strategy] * 5], micro_batches=2)
-    for found in ranks(2).run(_gradients, plan):
+    for found in ranks(2).run(_gradients, plan, frozen):
         for name, own in alone.named_parameters():
-            torch.testing.assert_close(found[name], own.grad, rtol=1e-5, atol=1e-7)
+            expected = torch.zeros_like(own) if own.grad is None else own.grad
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7)
 
 
 def _facts() -> dict[str, Any]:

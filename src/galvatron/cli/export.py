@@ -16,6 +16,9 @@ def command(
         typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A step's folder, or a run's, whose newest step is taken."),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Only the low-rank adapters, as peft writes them; else they are merged.")
+    ] = False,
 ) -> None:
     """Write config.json and safetensors that from_pretrained loads."""
     from galvatron.train.checkpoints.folder import find
@@ -23,5 +26,5 @@ def command(
     saved = find(Path(checkpoint))
     from galvatron.train.checkpoints.export import export
 
-    export(saved, out)
+    export(saved, out, adapters=adapters)
     typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}")

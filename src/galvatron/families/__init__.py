@@ -39,8 +39,10 @@ def load_model(source: str | Path | dict[str, Any], training: Training) -> Model
 
     A preset's name, a ``.toml`` file (layers with their figures), a ``.json`` file or folder with a Hugging Face
     configuration, the content of such a file, or a ``.json`` file with a traced model. A name that is also a folder
-    means the preset; write ``./name`` for the folder.
+    means the preset; write ``./name`` for the folder. What is frozen is counted elsewhere, for that needs torch.
     """
+    if training.tunes:
+        raise InvalidInput("freeze: parameters are counted by the stock model; load it with load_any_model")
     if isinstance(source, dict):
         from galvatron.families.huggingface import model_of_config
 

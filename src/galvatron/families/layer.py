@@ -143,6 +143,14 @@ class LayeredModel(ABC):
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
 
+    @property
+    def first_trained(self) -> int:
+        """The first layer with a parameter that is not frozen: no gradient reaches those before it."""
+        places = (
+            place for place, own in enumerate(self.layers) if any(each.requires_grad for each in own.parameters())
+        )
+        return next(places, len(self.layers))
+
     def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
         return iter(())

@@ -34,6 +34,7 @@ from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
+from galvatron.families.tuning import frozen_parts, tuned
 from galvatron.measure.real_integers import RealIntegers
 from galvatron.measure.work import FUSED_FLOPS, Decided, Work, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
@@ -80,16 +81,22 @@ class _Description:
                 tensor = layered.tensor_parallel(layer, boundary_bytes=message, tokens=tokens) if halves else None
                 kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
             counted |= own
-        return ModelSpec(
+        spec = ModelSpec(
             name=name,
             family="generic",
             layers=tuple(kinds[layer.kind] for layer in layered.layers),
             training=replace(self._training, sequence_length=tokens, image_tokens=seen) if tokens else self._training,
             config=_config(self._model),
         )
+        frozen = frozen_parts(self._model)
+        if not frozen:
+            return spec
+        as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch)
+        return tuned(spec, as_given, replace(spec.training, freeze=frozen))
 
     def _layered(self) -> Generic:
-        return Generic(without_weights(self._model, self._dtype).train(), self._batch)
+        """With all parameters trained: what frozen ones leave out is taken out of the figures later."""
+        return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch)
 
     def _split(self, layered: Generic) -> dict[str, _Traced]:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""

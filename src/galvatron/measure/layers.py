@@ -64,6 +64,7 @@ def profile_model(
     if rounds < 2:
         raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
     degrees = _degrees(cluster, tp_degrees)
+    model = model.untuned()  # what is frozen follows from what the stock model's layers take
     model = replace(model, training=replace(model.training, optimizer=ADAMW.name))  # no layer depends on it
     job = LayerJob(
         model=model,

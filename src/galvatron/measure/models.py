@@ -25,8 +25,38 @@ _LOG = logging.getLogger(__name__)
 
 
 def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
-    """The model that ``source`` names, trained that way: as :func:`galvatron.families.load_model`, and of every
-    architecture of transformers that can be traced."""
+    """The model that ``source`` names, trained that way: as :func:`galvatron.families.load_model`, of every
+    architecture of transformers that can be traced, and with parameters frozen."""
+    spec = _load(source, training.untuned())
+    return _tuned(spec, training) if training.tunes else spec
+
+
+def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
+    """With frozen parameters, whose names only the stock model itself knows."""
+    if spec.config is None:
+        raise InvalidInput(
+            f"freeze: {spec.name!r} is described by figures alone, which have no names of parameters; give a preset or "
+            "a Hugging Face configuration"
+        )
+    try:
+        from galvatron.families.build import build_meta
+        from galvatron.families.lora import add_adapters
+        from galvatron.families.registry import layered_model
+        from galvatron.families.tuning import freeze, tuned
+    except ImportError as error:
+        raise InvalidInput(
+            f"freeze: {spec.name}'s parameters are counted with PyTorch and transformers, but {error.name or error} is "
+            "not installed; install galvatron[torch]"
+        ) from None
+    model = build_meta(spec.config, spec.training, as_named=spec.family == "generic")
+    if training.lora is not None:
+        add_adapters(model, training.lora)
+    freeze(model, training)
+    asked = replace(spec.training, freeze=training.freeze, train_only=training.train_only, lora=training.lora)
+    return tuned(spec, layered_model(model), asked)
+
+
+def _load(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
     try:
         return load_model(source, training)
     except UnknownArchitecture as unknown:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.spec import Kind, Strategy
+from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
@@ -94,6 +95,7 @@ class _Assembler:
         self.plan, self.stages, self.assignments = rank_stage.plan, rank_stage.stages, rank_stage.assignments
         self.position = Position(self.plan.ranks, rank_stage.rank)
         self.maker = UnitMaker(pool, self.position, settings)
+        self._first_trained = layered.first_trained
         self.units: list[Unit] = []
         self.layer_units: list[LayerUnits] = []
         self.owners: dict[int, LocalParameter] = {}
@@ -244,8 +246,9 @@ class _Assembler:
 
     def _make_table(self, number: int, tie: Tie, use: Use, part: _Part) -> None:
         stages = self._stages_of(tie)
-        value = part.values[use.name].to(self.settings.device, self.settings.master_dtype)
-        master = nn.Parameter(value.clone())
+        trained = part.layer.get_parameter(use.name).requires_grad
+        value = part.values[use.name].to(self.settings.device, self.settings.held_dtype(trained=trained))
+        master = nn.Parameter(value.clone(), requires_grad=trained)
         local = LocalParameter(
             name=self._stock_name(tie),
             shard=ParameterShard(tuple(value.shape)),
@@ -257,7 +260,7 @@ class _Assembler:
         )
         work = self.maker.working(master)
         group = self.pool.group(tie_group(stages))
-        self.units.append(ReplicatedUnit([(local, work)], group, masters=work is not master))
+        self.units.append(ReplicatedUnit([(local, work)], group))
         self.owners[number] = local
         self._tied[number] = lambda part: lambda: work
 
@@ -271,15 +274,25 @@ class _Assembler:
         """Give every parameter this rank's part of its value, and move buffers to the device."""
         for name, parameter in list(part.layer.named_parameters()):
             value = part.shard(name).take(part.values[name])
-            value = value.to(self.settings.device, self.settings.master_dtype, copy=True)
+            held = self.settings.held_dtype(trained=parameter.requires_grad)
+            value = value.to(self.settings.device, held, copy=True)
             set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
         part.layer.to(self.settings.device)
 
     def _make_units(self, part: _Part) -> None:
         made = self.maker.make(part)
+        for unit in made.units:
+            if isinstance(unit, ShardedUnit):
+                unit.has_backward = part.index >= self._first_trained
         self.units += made.units
         self.layer_units.append(made)
         assert isinstance(part.stage_layer, StageLayer)
+        # Of a model that nobody knows, the first layer that trains may have experts without a token on this rank.
+        part.stage_layer.always_passed = (
+            isinstance(self.layered, Generic)
+            and part.index == self._first_trained
+            and any(isinstance(unit, ShardedUnit) for unit in made.units)
+        )
         part.stage_layer.after_backward = partial(_passed, [weakref.ref(unit) for unit in made.units])
         for number, tie, use in self._ties(part.index):
             if not tie.small and number not in self._tied:

@@ -25,7 +25,7 @@ from galvatron.runtime.layout.groups import (
 )
 from galvatron.runtime.layout.slice_gather import RowAssignments
 from galvatron.runtime.model import ParallelModel, RankParts
-from galvatron.runtime.pipeline.run import Neighbours, Pipeline
+from galvatron.runtime.pipeline.run import GradientsFrom, Neighbours, Pipeline
 from galvatron.runtime.pipeline.transfer import StageEnd, StageTransfer
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
@@ -91,6 +91,10 @@ class _Builder:
             empty_inputs=self._empty_inputs,
             device=self.settings.device,
             expect_backward=expect_backward,
+            gradients_from=GradientsFrom(
+                before=self.layered.first_trained < self.stage.first,
+                within=self.layered.first_trained <= self.stage.layers[-1],
+            ),
         )
         last = self.stages[-1].strategies[-1]
         parts = RankParts(

@@ -8,10 +8,12 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
+from galvatron.core.spec.tuning import stock_kind
 from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import LayeredModel
+from galvatron.families.lora import is_adapter
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
@@ -41,7 +43,11 @@ def check_schedule(plan: Plan) -> None:
 
 def check_model(plan: Plan, layered: LayeredModel) -> None:
     """The model's layers must be those the plan was made for, and divisible as it says."""
-    planned = [layer.layer for stage in plan.stages for layer in stage.layers]
+    if layered.first_trained == len(layered.layers):
+        raise InvalidInput(
+            "model: all of its parameters are frozen, so there is nothing to train; unfreeze some of them"
+        )
+    planned = [stock_kind(layer.layer) for stage in plan.stages for layer in stage.layers]
     kinds = [layer.kind for layer in layered.layers]
     if planned != kinds:
         pairs = enumerate(zip(planned, kinds, strict=False))
@@ -51,7 +57,8 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
         )
     ours = {kind.name: kind for kind in kinds_of(plan, layered)}
-    for kind in plan.model.kinds:
+    _check_adapters(plan, layered)
+    for kind in (kind.untuned() for kind in plan.model.kinds):
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
                 f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
@@ -62,13 +69,27 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
             strategy = Strategy.parse(layer.strategy)
             _check_sequence(layered, field, strategy)
-            _check_degree(ours[layer.layer], field, strategy)
+            _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
                 raise InvalidInput(
                     f"{field}: {layer.strategy!r} fuses projection and loss, but this layer has none that can be: the "
                     "model changes its logits, or they are not its last step; leave +fl out"
                 )
+
+
+def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
+    """The model must have the adapters that the plan counts on."""
+    kinds = {kind.name: kind.tuning for kind in plan.model.kinds}
+    for layer, own in zip((layer for stage in plan.stages for layer in stage.layers), layered.layers, strict=True):
+        tuning = kinds.get(layer.layer)
+        planned = 0 if tuning is None else tuning.adapter_parameters
+        found = sum(each.numel() for name, each in own.named_parameters() if is_adapter(name))
+        if found != planned and layer.layer in kinds:
+            raise PlanMismatch(
+                f"model: adapters of its layer {layer.index} ({own.kind}) have {found:,} parameters, those in the plan "
+                f"{planned:,}; plan again for this model (galvatron.plan(peft_model), or --lora)"
+            )
 
 
 def _at(kinds: list[str], place: int) -> str:
@@ -81,9 +102,13 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
     config: Any = getattr(layered.model, "config", None)
     if not isinstance(layered, Generic) and family_of(getattr(config, "model_type", None)) is not None:
         content = json.loads(config.to_json_string(use_diff=False))
-        return model_of_config(content, Path("model.config"), plan.model.name, plan.model.training).kinds
-    planned = {kind.name: kind for kind in plan.model.kinds}
-    counts = {layer.kind: sum(parameter.numel() for parameter in layer.parameters()) for layer in layered.layers}
+        training = plan.model.training.untuned()
+        return model_of_config(content, Path("model.config"), plan.model.name, training).kinds
+    planned = {stock_kind(kind.name): kind for kind in plan.model.kinds}
+    counts = {
+        layer.kind: sum(own.numel() for name, own in layer.named_parameters() if not is_adapter(name))
+        for layer in layered.layers
+    }
     return tuple(
         LayerSpec(
             name=name,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import optimizer_named
 from galvatron.families.layer import Batch
 from galvatron.planner.plan.plan import Plan
@@ -187,6 +188,7 @@ class ParallelModel:
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """
         local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        self._check_frozen()
         earlier = self._set_aside()
         for unit in self._units:
             unit.refresh()
@@ -212,6 +214,16 @@ class ParallelModel:
             yield self._pipeline.pass_timer
         finally:
             self._pipeline.pass_timer = None
+
+    def _check_frozen(self) -> None:
+        """Gradients are summed, and parameters held, by what was frozen at first: a change would be ignored."""
+        for local in self.locals:
+            if local.master.requires_grad != local.trained:
+                done, was = ("unfrozen", "frozen") if local.master.requires_grad else ("frozen", "trained")
+                raise InvalidInput(
+                    f"{local.name}: was {done} after parallelize, which is settled by then; set requires_grad back, "
+                    f"and choose what is {was} in the model that you give to galvatron.plan and parallelize"
+                )
 
     def _set_aside(self) -> list[tuple[LocalParameter, Tensor]]:
         """Gradients of earlier calls, which are already summed over ranks and must not be summed again."""

@@ -18,8 +18,10 @@ from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import Batch, LayeredModel
+from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
+from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
@@ -46,6 +48,8 @@ class ParallelizeOptions(TypedDict, total=False):
     weights: str | Path | Weights | None
     """A folder of safetensors to start from, or another source. Without it, and without weights in the model, they are
     initialised from ``seed``, to the same values under any plan."""
+    adapters: str | Path | None
+    """For a plan with low-rank adapters: a folder, as peft writes it, of adapters to start from."""
     device: torch.device | str | None
     seed: int
     dtype: torch.dtype | None
@@ -62,7 +66,8 @@ class ParallelizeOptions(TypedDict, total=False):
 def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions]) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
-    ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a configuration, or
+    ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a ``PeftModel`` with
+    LoRA adapters, a configuration, or
     None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
     :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
     together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
@@ -75,21 +80,36 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_world(plan, dist.get_world_size())
     check_schedule(plan)
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
+    if isinstance(model, nn.Module):
+        model = without_peft(model)
     stock = _stock(model, plan)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
         example = example_of(stock, plan.model.training)
+    lora = plan.model.training.lora
+    plain = None
+    if lora is not None and not has_adapters(stock):
+        plain = layered_model(without_weights(stock), example, loss)
+        add_adapters(stock, lora)
+    freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
-    source = _weights(layered, model, options.get("weights"), seed)
+    source = _weights(plain or layered, model, options.get("weights"), seed)
+    if plain is not None:
+        adapters = options.get("adapters")
+        source = AdaptedWeights(layered, source, seed, None if adapters is None else Path(adapters))
+    elif options.get("adapters") is not None:
+        raise InvalidInput(
+            "adapters: given, but the plan was made without any, or the model has its own; plan for them"
+        )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
     check_sources(source, settings.device)
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:
-        given = model if isinstance(model, nn.Module) else stock
+        given = model if isinstance(model, nn.Module) and plain is None else stock
         verify(given, plan, device=settings.device, example=example, loss=loss)
     cap_memory(settings.device, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
     return build(plan, layered, settings, source)
@@ -109,6 +129,8 @@ def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype 
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
     if isinstance(model, nn.Module) and not any(buffer.is_meta for buffer in model.buffers()):
+        if plan.model.training.lora is None:
+            check_frozen(model, plan.model.training)
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
         return empty
     config: Any = plan.model.config if model is None else getattr(model, "config", model)

@@ -22,3 +22,7 @@ class ComputeSettings:
     """Of random numbers."""
     compile: bool = False
     """Whether the blocks' computation is compiled."""
+
+    def held_dtype(self, *, trained: bool) -> torch.dtype:
+        """Of what a rank holds of a parameter: nothing is added to a frozen one, so that it needs no wider master."""
+        return self.master_dtype if trained else self.dtype

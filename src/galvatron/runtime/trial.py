@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, Precision, Strategy, Training, degree_of, factor_by_factor
+from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import LossFunction, shortened
 from galvatron.families.generic.image_examples import image_and_text, takes_images
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
+from galvatron.families.lora import add_adapters, lora_of
 from galvatron.families.registry import layered_model
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
@@ -76,7 +78,25 @@ def tiny_copy(model: Any, degree: int, training: Training, *, experts: int = 1) 
     and so many of EP divide; raises :class:`NotChecked` if there is none."""
     if not type(model).__module__.startswith("transformers."):
         raise NotChecked("it is no Hugging Face model, of which a tiny copy could be built")
-    return random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
+    tiny = random_model(type(model), tiny_config(model.config, degree=degree, experts=experts), training)
+    lora = lora_of(model)
+    if lora is not None:
+        _adapt(tiny, lora)
+    frozen = {name for name, own in model.named_parameters() if not own.requires_grad}
+    for name, own in tiny.named_parameters():
+        own.requires_grad_(name not in frozen)
+    return tiny
+
+
+def _adapt(model: nn.Module, lora: Lora) -> None:
+    """Give it adapters with values that hide nothing."""
+    add_adapters(model, lora)
+    generator = torch.Generator().manual_seed(_SEED)
+    for module in model.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.is_meta:
+                values = torch.randn(own.shape, generator=generator) * 0.1
+                setattr(module, name, nn.Parameter(values, requires_grad=own.requires_grad))
 
 
 def _itself(model: Any, training: Training) -> nn.Module:
@@ -126,7 +146,7 @@ def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFun
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
     batches = trial_batches(layered, model, (rows * count, _length(plan)), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)
-    training = replace(plan.model.training, precision=Precision.FP32, dropout=False)
+    training = replace(plan.model.training.untuned(), precision=Precision.FP32, dropout=False)
     if "input_ids" in batches["plain"]:
         training = replace(training, sequence_length=batches["plain"]["input_ids"].shape[1])
     plan = replace(plan, model=replace(plan.model, training=training, config=None))

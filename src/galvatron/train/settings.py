@@ -48,10 +48,17 @@ class Settings:
     data: str | None = None
     """A file or folder; None: synthetic."""
     tokenizer: str | None = None
+    text_field: str | None = None
+    """Of tables and lines of JSON: the field with the text; None: "text"."""
+    pack: bool | None = None
+    """Whether several documents stand in a row, kept apart, or one; None: conversations are packed, text is not cut by
+    documents."""
     workers: int = 0
     """Threads that prepare batches beside each rank; 0: the rank itself does, between steps."""
     weights: str | None = None
     """A folder of safetensors to start from."""
+    adapters: str | None = None
+    """A folder of low-rank adapters, as peft writes it, to start from."""
     evaluate_every: int | None = None
     """Steps between evaluations on held-out samples; None: never."""
     held_out: float = 0.05
@@ -100,6 +107,8 @@ class Settings:
         return {
             "tokenizer": self.tokenizer,
             "model_folder": None if self.weights is None else Path(self.weights),
+            "text_field": self.text_field,
+            "pack": self.pack,
             "seed": self.seed,
             "cache": cache,
             "held_out": self.held_out if self.evaluate_every else 0.0,

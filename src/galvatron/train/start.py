@@ -18,7 +18,7 @@ from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import request_for
+from galvatron.planner.plan.setup import request_for, training_of
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
 from galvatron.train.metrics import check_sinks
@@ -80,6 +80,7 @@ def train(asked: Asked, screen: Screen) -> None:
         return
     (folder.check_started if asked.resume else folder.check_new)()
     _check_paths(asked.settings)
+    asked = _with_adapters(asked)
     with virtual_gpus(asked.virtual):
         plan = _first_plan(asked, folder, screen)
         _check_optimizer(asked, plan)
@@ -197,10 +198,21 @@ def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
 
 
 def _check_optimizer(asked: Asked, plan: Plan) -> None:
-    """A plan has room for one optimizer; another would need more memory, or a plan that uses what is left."""
+    """A plan has room for one optimizer, and for what trains; another would need more memory, or a plan that uses what
+    is left."""
     wanted, planned = asked.setup.get("optimizer"), plan.model.training.optimizer
     if wanted is not None and wanted != planned:
         raise InvalidInput(f"optimizer: {wanted!r} given, but the plan is for {planned!r}; plan anew for that one")
+    asked_for, training = training_of(asked.setup), plan.model.training
+    if asked_for.lora is not None and asked_for.lora != training.lora:
+        raise InvalidInput("lora: the plan was made for other adapters, or for none; plan anew")
+    for name in ("freeze", "train_only"):
+        patterns, frozen = getattr(asked_for, name), getattr(training, name)
+        if patterns and patterns != frozen:
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: {', '.join(patterns)} given, but the plan was made with "
+                f"{', '.join(frozen) or 'none'}; plan anew"
+            )
 
 
 def _check_runnable(plan: Plan) -> None:
@@ -218,6 +230,17 @@ def _check_paths(settings: Settings) -> None:
     if settings.weights is not None and not Path(settings.weights).is_dir():
         raise InvalidInput(f"weights: {settings.weights!r} is no folder; give one with config.json and safetensors")
     check_paths(settings.data, settings.tokenizer)
+
+
+def _with_adapters(asked: Asked) -> Asked:
+    """Adapters to start from say their own rank and projections."""
+    if asked.settings.adapters is None or asked.setup.get("lora") is not None or asked.resume:
+        return asked
+    from galvatron.families.lora import adapter_lora
+
+    lora = adapter_lora(Path(asked.settings.adapters))
+    said: Setup = {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": ",".join(lora.targets)}
+    return replace(asked, setup={**asked.setup, **said})
 
 
 def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:

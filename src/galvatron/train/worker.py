@@ -83,7 +83,9 @@ def _prepared(
     assert plan.model.config is not None
     data = open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
     memory = PeakMemory(device)
-    model = parallelize(None, plan, weights=settings.weights, seed=settings.seed, device=device)
+    model = parallelize(
+        None, plan, weights=settings.weights, adapters=settings.adapters, seed=settings.seed, device=device
+    )
     optimizer = model.optimizer(
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,

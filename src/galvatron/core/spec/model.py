@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.strategy import Kind, Strategy, degree_of
+from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
 
 __all__ = [
     "DEFAULT_LONGEST",
@@ -84,6 +85,21 @@ class Training:
     an example batch."""
     image_tokens: int | None = None
     """How many tokens of a sample are those of its images; None: it has none."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters, or of modules that hold them, that do not train."""
+    train_only: tuple[str, ...] = ()
+    """Patterns of those that do, if any is given: all others do not train."""
+    lora: Lora | None = None
+    """Adapters that train, while all that the model has itself does not; None: there are none."""
+
+    @property
+    def tunes(self) -> bool:
+        """Whether some parameters are frozen."""
+        return bool(self.freeze or self.train_only or self.lora)
+
+    def untuned(self) -> Training:
+        """The same with nothing frozen and nothing added."""
+        return replace(self, freeze=(), train_only=(), lora=None)
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay the
@@ -93,7 +109,11 @@ class Training:
             del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
-        return {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
+        kept = {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
+        return kept if self.tunes else {name: own for name, own in kept.items() if name not in _TUNING}
+
+
+_TUNING = frozenset({"freeze", "train_only", "lora"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +199,8 @@ class LayerSpec:
     """None: the layer cannot be split; under TP each rank computes it whole."""
     experts: Experts | None = None
     """None: a layer without experts."""
+    tuning: Tuning | None = None
+    """None: all of its parameters train, and it has no adapters."""
     fused_loss: FusedLoss | None = None
     """None: the layer has no loss that could be fused."""
 
@@ -211,10 +233,29 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "fused_loss"):
+        for name in ("experts", "fused_loss", "tuning"):
             if facts[name] is None:
                 del facts[name]
         return facts
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that are not frozen."""
+        return self.parameters - (self.tuning.frozen_parameters if self.tuning else 0)
+
+    def untuned(self) -> LayerSpec:
+        """The stock model's layer that it was made of."""
+        if self.tuning is None:
+            return self
+        return replace(
+            self,
+            name=stock_kind(self.name),
+            parameters=self.parameters - self.tuning.adapter_parameters,
+            replicated_parameters=self.replicated_parameters - self.tuning.adapter_replicated_parameters,
+            forward_flops=self.forward_flops - self.tuning.adapter_flops,
+            replicated_activation_bytes=self.replicated_activation_bytes - self.tuning.adapter_activation_bytes,
+            tuning=None,
+        )
 
     @property
     def activation_bytes(self) -> int:
@@ -297,10 +338,24 @@ class ModelSpec:
         users = {kind.name for kind in self.kinds if kind.tied_parameters}
         return frozenset({*users, self.layers[0].name} if users else ())
 
+    def untuned(self) -> ModelSpec:
+        """The stock model: nothing frozen, nothing added."""
+        layers = tuple(layer.untuned() for layer in self.layers)
+        return replace(self, layers=layers, training=self.training.untuned())
+
     @cached_property
     def parameters(self) -> int:
-        """Trainable parameters, tied ones counted once."""
+        """All parameters, tied ones counted once."""
         return sum(layer.parameters - layer.tied_parameters for layer in self.layers)
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Those that are not frozen, tied ones counted once."""
+        tied = (
+            layer.tied_parameters - (layer.tuning.frozen_tied_parameters if layer.tuning else 0)
+            for layer in self.layers
+        )
+        return sum(layer.trained_parameters for layer in self.layers) - sum(tied)
 
     @cached_property
     def activation_bytes(self) -> int:

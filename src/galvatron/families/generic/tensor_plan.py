@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from galvatron.families.layer import Layer
+from galvatron.families.lora import without_adapter
 from galvatron.families.rules import (
     Columns,
     Experts,
@@ -114,7 +115,7 @@ def _of_parameter(path: str, parameter: nn.Parameter, style: str) -> list[Rule]:
 
 
 def _require_linear(path: str, module: nn.Module, style: str) -> None:
-    if type(module) is not nn.Linear:
+    if type(without_adapter(module)) is not nn.Linear:
         raise NoTensorParallelism(
             f"its plan in transformers splits {path} as {style!r}, but it is a {type(module).__name__} and no linear "
             "projection"
@@ -137,6 +138,6 @@ def divides(layer: Layer, config: Any) -> tuple[int, ...]:
 
 
 def _linear(layer: Layer, path: str) -> nn.Linear:
-    module = layer.get_submodule(path)
+    module = without_adapter(layer.get_submodule(path))
     assert isinstance(module, nn.Linear)
     return module

@@ -187,8 +187,10 @@ class _Reads(TorchFunctionMode):
     def _partial_in(self, region: str, end: int) -> Iterator[Rule]:
         """Modules in a region with parameters of their own that run on split features (a norm of each head, an
         activation with a slope): plans do not name all of them."""
+        parts = tuple(f"{path}." for path in self.projections)  # adapters, which are split with their projection
         for path in dict.fromkeys(self._order[:end]):
-            if path.startswith(f"{region}.") and path not in self.projections and _owns(self.block.get_submodule(path)):
+            apart = path not in self.projections and not path.startswith(parts)
+            if path.startswith(f"{region}.") and apart and _owns(self.block.get_submodule(path)):
                 yield PartialGradients(path)
 
     def input_of(self, path: str) -> int | None:

@@ -25,7 +25,9 @@ from galvatron.core.spec import (
     ModelSpec,
     Strategy,
 )
+from galvatron.core.spec.tuning import Tuning
 from galvatron.planner.cost.communication import Floats, GroupLinks
+from galvatron.planner.cost.layer_times import measured_times
 
 __all__ = [
     "Bools",
@@ -51,6 +53,8 @@ class ExpertColumns:
     """Of the figures of each kind of layer, the part of its experts; zero for a layer without."""
 
     parameters: Floats
+    trained: Floats
+    """1 where they train, 0 where they are frozen."""
     activation_bytes: Floats
     replicated_activation_bytes: Floats
     dispatch_bytes: Floats
@@ -88,6 +92,13 @@ class LayerArrays:
     tied_parameters: Floats
     shared_parameters: Floats
     """Of the first layer: those that later layers are tied to."""
+    frozen_split_parameters: Floats
+    """Of the four, those that do not train."""
+    frozen_replicated_parameters: Floats
+    frozen_tied_parameters: Floats
+    frozen_shared_parameters: Floats
+    has_backward: Floats
+    """0 where gradients do not reach the layer, for nothing in it nor before it trains."""
     forward_s: Floats
     """Of one sample, of the part that one device computes: already divided by TP."""
     backward_s: Floats
@@ -191,7 +202,7 @@ def layer_arrays(
         for strategy in strategies
     ]
     measured = {
-        (kind.name, variant): _measured(kind, variant, model, cluster, profile)
+        (kind.name, variant): measured_times(kind, variant, model, cluster, profile)
         for kind in kinds
         for variant in dict.fromkeys(variants)
     }
@@ -205,8 +216,14 @@ def layer_arrays(
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]
 
+    tuning = [kind.tuning or Tuning() for kind in kinds]
     shared = [max(kind.tied_parameters for kind in kinds), *([0] * (len(kinds) - 1))]
+    frozen_shared = [max(own.frozen_tied_parameters for own in tuning), *([0] * (len(kinds) - 1))]
     whole = [kind.parameters if kind.tensor_parallel is None else kind.replicated_parameters for kind in kinds]
+    frozen_whole = [
+        own.frozen_parameters if kind.tensor_parallel is None else own.frozen_replicated_parameters
+        for kind, own in zip(kinds, tuning, strict=True)
+    ]
     experts = _expert_columns(kinds, strategies, forward_s, backward_s)
     own = np.array([bool(strategy.experts) for strategy in strategies])
     return LayerArrays(
@@ -214,6 +231,13 @@ def layer_arrays(
         replicated_parameters=column(whole),
         tied_parameters=column([kind.tied_parameters for kind in kinds]),
         shared_parameters=column(shared),
+        frozen_split_parameters=column(
+            [own.frozen_parameters - rest for own, rest in zip(tuning, frozen_whole, strict=True)]
+        ),
+        frozen_replicated_parameters=column(frozen_whole),
+        frozen_tied_parameters=column([own.frozen_tied_parameters for own in tuning]),
+        frozen_shared_parameters=column(frozen_shared),
+        has_backward=column([own.backward for own in tuning]),
         forward_s=np.where(own, experts.forward_s + experts.rest_forward_s, forward_s),
         backward_s=np.where(own, experts.backward_s + experts.rest_backward_s, backward_s),
         forward_fixed_s=forward_fixed_s,
@@ -263,6 +287,7 @@ def _expert_columns(
     inside = share * column("imbalance", 1.0) / np.where(splits, 1.0, tensor)
     return ExpertColumns(
         parameters=column("parameters"),
+        trained=np.array([[not (kind.tuning and kind.tuning.frozen_expert_parameters)] for kind in kinds], float),
         activation_bytes=column("activation_bytes"),
         replicated_activation_bytes=column("replicated_activation_bytes"),
         dispatch_bytes=column("dispatch_bytes"),
@@ -300,60 +325,6 @@ def _neighbours(model: ModelSpec, step: int) -> Integers:
         if kinds.count(kinds[place]) == 1:
             found[kinds[place]] = kinds[place + step] if 0 <= place + step < len(kinds) else -1
     return found
-
-
-_Variant = tuple[int, bool, bool, bool, bool]
-"""Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own, whether the
-loss is fused."""
-
-
-def _measured(
-    kind: LayerSpec, variant: _Variant, model: ModelSpec, cluster: Cluster, profile: ModelProfile | None
-) -> tuple[float, ...]:
-    """Times of one layer under one degree of TP, with sequence parallelism and sharding or without, and measured sizes.
-
-    Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
-    own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
-    """
-    tp, sequence_parallel, sharded, own, fused = variant
-    overhead_s = cluster.device.layer_overhead_s
-    time = profile.time_of(kind.name, tp, sequence_parallel=sequence_parallel, fused_loss=fused) if profile else None
-    memory = profile.memory_of(kind.name, tp, sequence_parallel=sequence_parallel) if profile else None
-    if time:
-        forward_s, ratio = time.forward_s, time.backward_ratio
-    else:
-        forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
-    apart = profile.expert_times(kind.name) if profile and own else {}
-    whole = profile.time_of(kind.name) if profile else None
-    if apart and whole:
-        backward_s = min(each.forward_s * each.backward_ratio for each in apart.values())
-        scale = min(each.forward_s for each in apart.values()) / whole.forward_s
-        ratio *= backward_s / (whole.forward_s * whole.backward_ratio) / scale
-        forward_s *= scale
-    if kind.tensor_parallel is not None:
-        forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
-    fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
-    least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
-    more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
-    return (
-        forward_s,
-        forward_s * ratio,
-        (overhead_s if fixed[0] is None else fixed[0]) + more[0],
-        (2 * overhead_s if fixed[1] is None else fixed[1]) + more[1],
-        least[0] + more[0],
-        least[1] + more[1],
-        time.recompute_s if time else 0.0,
-        memory.activation_bytes if memory else np.nan,
-        memory.transient_bytes if memory else np.nan,
-    )
-
-
-def _work_left(kind: LayerSpec, tp: int) -> float:
-    """The share of a layer's work that one of so many tensor-parallel ranks does."""
-    if not kind.replicated_flops:
-        return 1 / tp
-    whole = kind.replicated_flops / kind.forward_flops
-    return whole + (1 - whole) / tp
 
 
 def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> StrategyArrays:

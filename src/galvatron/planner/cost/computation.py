@@ -21,6 +21,7 @@ __all__ = [
     "optimizer_s",
     "shared_parameters",
     "step_s",
+    "trained_parameters",
 ]
 
 
@@ -36,7 +37,8 @@ def backward_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays)
     seconds: Floats = np.maximum(samples * layers.backward_s + layers.backward_fixed_s, layers.backward_least_s)
     chunks = np.ceil(samples * layers.fused.logits / strategies.tp.size / LOSS_CHUNK_CELLS)
     fused = strategies.fused_loss * chunks * layers.fused.chunk_s / strategies.tp.size
-    return seconds + fused + strategies.recompute * (forward_s(samples, layers) + layers.recompute_s)
+    again = strategies.recompute * layers.has_backward
+    return seconds + fused + again * (forward_s(samples, layers) + layers.recompute_s)
 
 
 def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
@@ -47,6 +49,15 @@ def local_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_he
     split = layers.split_parameters - (layers.tied_parameters if tied_here else 0)
     parameters: Floats = split / strategies.tp.size + layers.replicated_parameters
     return parameters - strategies.own * following_experts(layers, strategies)
+
+
+def trained_parameters(layers: LayerArrays, strategies: StrategyArrays, *, tied_here: bool) -> Floats:
+    """Of those, the ones that are not frozen."""
+    split = layers.frozen_split_parameters - (layers.frozen_tied_parameters if tied_here else 0)
+    frozen = split / strategies.tp.size + layers.frozen_replicated_parameters
+    apart = strategies.own * (1 - layers.experts.trained) * following_experts(layers, strategies)
+    trained: Floats = local_parameters(layers, strategies, tied_here=tied_here) - (frozen - apart)
+    return trained
 
 
 def following_experts(layers: LayerArrays, strategies: StrategyArrays) -> Floats:

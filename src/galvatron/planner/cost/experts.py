@@ -90,12 +90,18 @@ class ExpertCosts:
         self._exchange_fixed_s = self._exchange_s(np.zeros(1))
         self._exchange_sample_s = self._exchange_s(np.ones(1)) - self._exchange_fixed_s
         self._gather_s = all_gather_s(self._held * precision.bytes, groups.sdp)
-        self._each_backward_s = self._gather_s + reduce_scatter_s(self._held * GRADIENT_BYTES, groups.sdp)
-        self._with_sync_s = self._each_backward_s + all_reduce_s(self._shard * GRADIENT_BYTES, groups.dp)
+        trained, back = self._layers.experts.trained, self._layers.has_backward
+        scatter_s = trained * reduce_scatter_s(self._held * GRADIENT_BYTES, groups.sdp)
+        self._each_backward_s = back * self._gather_s + scatter_s
+        self._with_sync_s = self._each_backward_s + trained * all_reduce_s(self._shard * GRADIENT_BYTES, groups.dp)
         copy_bytes = precision.bytes * (~self._sharded & (precision is Precision.BF16))
-        self._states: Floats = self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes
-        """In bf16 a working copy stays beside the states unless SDP gathers it."""
-        self._saved_bytes = np.where(self._arrays.recompute, 0.0, self._full_bytes)
+        self._states: Floats = np.where(
+            trained > 0,
+            self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes,
+            self._shard * precision.bytes,
+        )
+        """In bf16 a working copy stays beside the states unless SDP gathers it. Of frozen ones it is all there is."""
+        self._saved_bytes = back * np.where(self._arrays.recompute, 0.0, self._full_bytes)
         self._work_bytes = self._sample_work_bytes()
 
     def layer_costs(self, micro_batch: Integers) -> LayerCosts:
@@ -119,7 +125,7 @@ class ExpertCosts:
             ep_s=samples * self._exchange_sample_s + self._exchange_fixed_s,
             sdp_s=gather_exposed + (with_scatter - backward),
             sync_s=overlapped_s(backward, self._with_sync_s, slowdown) - with_scatter,
-            optimizer_s=computation.step_s(self._shard, cluster.device, self.cost.optimizer),
+            optimizer_s=computation.step_s(columns.trained * self._shard, cluster.device, self.cost.optimizer),
         )
 
     def _exchange_s(self, samples: Floats) -> Floats:
@@ -136,10 +142,11 @@ class ExpertCosts:
         whole_s = np.where(self._arrays.sequence_parallel, 0.0, all_gather_s(tokens, self._slices))
         summed_s = all_reduce_s(tokens / self._slices.size, groups.tp)
         counts_s = all_to_all_s(np.zeros(1), groups.ep)
-        seconds: Floats = (2 + again) * (2 * all_to_all_s(copies, groups.ep) + summed_s + whole_s)
+        back = self._layers.has_backward
+        seconds: Floats = (1 + back * (1 + again)) * (2 * all_to_all_s(copies, groups.ep) + summed_s + whole_s)
         here, part = self._dispatch, samples / self._slices.size
         forward_s = counts_s + part * here.forward_s + here.forward_fixed_s
-        return seconds + (1 + again) * forward_s + part * here.backward_s + here.backward_fixed_s
+        return seconds + (1 + back * again) * forward_s + back * (part * here.backward_s + here.backward_fixed_s)
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         """Integer tables of what the experts add, (…, K, S)."""
@@ -266,8 +273,8 @@ def _dispatch_times(kinds: Sequence[LayerSpec], degrees: Sequence[int], profile:
     """At these degrees, each as at the largest that was measured and is not above it; nothing without a profile."""
     table = np.zeros((4, len(kinds), len(degrees)))
     for row, kind in enumerate(kinds):
-        known = profile.expert_times(kind.name) if profile else {}
-        whole = profile.time_of(kind.name) if profile else None
+        known = profile.expert_times(kind.untuned().name) if profile else {}
+        whole = profile.time_of(kind.untuned().name) if profile else None
         if not known or whole is None:
             continue
         seconds = {ep: (time.forward_s, time.forward_s * time.backward_ratio) for ep, time in known.items()}

@@ -20,6 +20,7 @@ __all__ = [
     "Weights",
     "activation_bytes",
     "following_expert_bytes",
+    "forward_bytes",
     "full_activation_bytes",
     "late_gradient_bytes",
     "shared_bytes",
@@ -33,6 +34,11 @@ EARLY_GRADIENT = 1 / 3
 a block's 12h² parameters, or one of an expert's three."""
 
 
+FORWARD_ALIVE = 3 / 4
+"""Share of what a block would save for backward that is alive at once in a forward without one: a gated feed-forward's
+three wide tensors and two of the boundary."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Parameters of each kind of layer under each strategy on one device, before data parallelism shards them."""
@@ -40,25 +46,26 @@ class Weights:
     held: Floats
     shared: Floats
     """Those of them that later layers of the stage use."""
+    trained: Floats
+    """Those of them that are not frozen, shared ones included."""
 
 
-def state_bytes(
-    parameters: Floats, strategies: StrategyArrays, precision: Precision, optimizer: OptimizerSpec
-) -> Floats:
+def state_bytes(weights: Weights, strategies: StrategyArrays, precision: Precision, optimizer: OptimizerSpec) -> Floats:
     """Parameters, gradients and optimizer states, as DP replicates, SDP and ZeRO-2 shard them.
 
-    ``parameters``: what a device holds before sharding. In bf16 a working copy stays beside the fp32 master unless SDP
-    gathers it when needed; ZeRO-2 keeps a whole working copy in either precision.
+    In bf16 a working copy stays beside the fp32 master unless SDP gathers it when needed; ZeRO-2 keeps a whole working
+    copy in either precision. Of what is frozen there is the working parameter alone.
     """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
-    total: Floats = parameters * (optimizer.bytes_per_parameter / shards + keeps_copy * precision.bytes)
-    return total
+    total: Floats = weights.trained * (optimizer.bytes_per_parameter / shards + keeps_copy * precision.bytes)
+    frozen = weights.held - weights.trained
+    return total + frozen * precision.bytes * (1 / shards + strategies.zero2)
 
 
 def late_gradient_bytes(
     samples: Floats,
-    parameters: Floats,
+    trained: Floats,
     micro_batches: Integers,
     layers: LayerArrays,
     strategies: StrategyArrays,
@@ -68,7 +75,7 @@ def late_gradient_bytes(
     when that is reduced, and then the layer's activations are gone."""
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     late = (shards > 1) & (micro_batches == 1) & conventions.late_gradients
-    gradient = GRADIENT_BYTES * parameters / shards
+    gradient = GRADIENT_BYTES * trained / shards
     total: Floats = np.where(late, np.minimum(gradient, activation_bytes(samples, layers, strategies)), 0.0)
     return total
 
@@ -88,7 +95,8 @@ def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyA
     full = full_activation_bytes(layers, strategies)
     apart = strategies.own * np.minimum(full, following_expert_bytes(layers, strategies))
     kept = np.where(strategies.recompute, layers.input_bytes / sequence, full - apart)
-    total: Floats = samples * kept + strategies.fused_loss * layers.fused.gradient_bytes / strategies.tp.size
+    saved: Floats = samples * kept + strategies.fused_loss * layers.fused.gradient_bytes / strategies.tp.size
+    total: Floats = layers.has_backward * saved
     return total
 
 
@@ -111,23 +119,31 @@ def transient_bytes(
     them. Experts with axes of their own count the work of the layer, and take the places that it frees.
     """
     parameters = weights.held
-    restored = strategies.recompute * full_activation_bytes(layers, strategies)
+    restored = strategies.recompute * layers.has_backward * full_activation_bytes(layers, strategies)
     whole_loss = samples * (working_bytes(layers, strategies, conventions) + restored) * ~strategies.own
     work = np.where(strategies.fused_loss, _chunk_bytes(samples, layers, strategies, precision), whole_loss)
     sharded = strategies.sdp.size > 1
     gathers = sharded & conventions.sdp_buffers_in_backward
     shared = np.where(gathers & conventions.shared_stay_gathered, weights.shared, 0)
-    whole = (parameters - shared) * precision.bytes
+    share = weights.trained / np.maximum(parameters, 1)  # of what has a gradient
+    whole = share * (parameters - shared) * precision.bytes
     growing = np.maximum(whole * EARLY_GRADIENT, whole - work)
-    own = np.where(gathers, growing, 0) + shared * precision.bytes
+    own = np.where(gathers, growing, 0) + share * shared * precision.bytes
     outside = parameters - ~strategies.own * following_experts(layers, strategies)
     ahead = np.where(shared > 0, 0, np.minimum(_beside(parameters, outside, layers.before), parameters))
     gathered = gathers * precision.bytes * (parameters - shared + conventions.layers_prefetched * ahead)
     freed = np.where(gathers & ~strategies.own, activation_bytes(samples, layers, strategies), 0)
-    buffer = GRADIENT_BYTES * _beside(parameters, outside, layers.after) - _beside(freed, freed, layers.after)
+    gradients = GRADIENT_BYTES * _beside(share * parameters, share * outside, layers.after)
+    buffer = gradients - _beside(freed, freed, layers.after)
     reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
     total: Floats = work + gathered + own + reduced + kept * precision.bytes
+    return total
+
+
+def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
+    """Alive only while a layer without backward runs, which matters in a stage that has no others."""
+    total: Floats = (1 - layers.has_backward) * samples * FORWARD_ALIVE * full_activation_bytes(layers, strategies)
     return total
 
 

@@ -124,6 +124,11 @@ class StageCosts:
         return layout_rates(self.layouts, self.cost.cluster, always_factor_by_factor=whole)
 
     @cached_property
+    def _forward_rates(self) -> LayoutRates:
+        whole = not self.cost.conventions.counts_rows
+        return layout_rates(self.layouts, self.cost.cluster, always_factor_by_factor=whole, back=False)
+
+    @cached_property
     def _experts(self) -> ExpertCosts:
         own = [strategy for strategy in self.strategies if strategy.experts]
         return ExpertCosts(self.cost, ExpertPairs.of(own), self._pipeline_degree)
@@ -147,17 +152,21 @@ class StageCosts:
         )
         forward_count = layers.tp_forward_collectives - arrays.own * layers.experts.tp_forward_collectives
         backward_count = layers.tp_backward_collectives - arrays.own * layers.experts.tp_backward_collectives
+        backward_count = backward_count * layers.has_backward
+        parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        trains = (trained > 0) | (trained == parameters)  # a layer without parameters is charged as it always was
         tp_forward = forward_count * reduce_s
         tp_again = (
-            forward_count * arrays.recompute * reduce_s + backward_count * arrays.sequence_parallel * gather_s
+            forward_count * arrays.recompute * layers.has_backward * reduce_s
+            + backward_count * arrays.sequence_parallel * trains * gather_s
         )  # recompute repeats forward; sequence parallelism gathers inputs again for the weights' gradients
         tp_s = tp_forward + backward_count * reduce_s + tp_again
 
-        parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
-        gradient_scatter = reduce_scatter_s(parameters * GRADIENT_BYTES, arrays.sdp)
-        zero2_scatter = arrays.zero2 * reduce_scatter_s(parameters * GRADIENT_BYTES, arrays.dp)
-        each_backward = parameter_gather + gradient_scatter + zero2_scatter
+        gradient_scatter = trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.sdp)
+        zero2_scatter = arrays.zero2 * trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.dp)
+        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         beside_forward, beside_backward = forward, backward
         if arrays.own.any():
@@ -172,8 +181,8 @@ class StageCosts:
             forward_with_gather, gather_exposed = beside_forward + parameter_gather, zero2_gather
         backward_with_scatter = self._overlapped_s(beside_backward, each_backward)
 
-        shard = parameters / arrays.sdp.size
-        sync = np.where(arrays.zero2, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
+        shard = trained / arrays.sdp.size
+        sync = np.where(arrays.zero2 | ~trains, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward,
@@ -181,7 +190,7 @@ class StageCosts:
             ep_s=np.zeros((1, 1)),
             sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
-            optimizer_s=computation.optimizer_s(parameters, arrays, cluster.device, self.cost.optimizer),
+            optimizer_s=computation.optimizer_s(trained, arrays, cluster.device, self.cost.optimizer),
         )
 
     def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
@@ -190,10 +199,11 @@ class StageCosts:
     def _tied_sync_s(self) -> Floats:
         """Copies of tied weights in two stages sum their gradients once an iteration."""
         layers, arrays, link = self._layers, self._arrays, self._stage_link
-        if link is None or not layers.tied_parameters.any():
+        tied = layers.tied_parameters - layers.frozen_tied_parameters
+        if link is None or not tied.any():
             return np.zeros((1, 1))
-        size = layers.tied_parameters / arrays.tp.size / arrays.sdp.size * GRADIENT_BYTES
-        seconds: Floats = np.where(layers.tied_parameters > 0, all_reduce_s(size, GroupLinks.pair(link)), 0.0)
+        size = tied / arrays.tp.size / arrays.sdp.size * GRADIENT_BYTES
+        seconds: Floats = np.where(tied > 0, all_reduce_s(size, GroupLinks.pair(link)), 0.0)
         return seconds
 
     def tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
@@ -217,23 +227,21 @@ class StageCosts:
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
-        states = memory.state_bytes(parameters, arrays, precision, self.cost.optimizer)
+        trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
+        weights = memory.Weights(parameters, shared, trained)
+        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer)
         states = states + memory.shared_bytes(shared, arrays, precision, conventions)
-        states = states - memory.late_gradient_bytes(samples, parameters, micro_batches, layers, arrays, conventions)
+        states = states - memory.late_gradient_bytes(samples, trained, micro_batches, layers, arrays, conventions)
+        pipelined = self._stage_link is not None
+        flying = samples * working_sets(micro_batches, conventions, pipelined=pipelined)
+        transient = memory.transient_bytes(flying, weights, layers, arrays, precision, conventions)
+        if pipelined:
+            transient = np.maximum(transient, memory.forward_bytes(samples, layers, arrays))
         return Tables(
             time_ns=np.where(self._possible(micro_batch), time, NEVER),
             state_bytes=rounded_up(states),
             activation_bytes=rounded_up(memory.activation_bytes(samples, layers, arrays)),
-            transient_bytes=rounded_up(
-                memory.transient_bytes(
-                    samples * working_sets(micro_batches, conventions, pipelined=self._stage_link is not None),
-                    memory.Weights(parameters, shared),
-                    layers,
-                    arrays,
-                    precision,
-                    conventions,
-                )
-            ),
+            transient_bytes=rounded_up(transient),
         )
 
     def possible(self, micro_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -287,7 +295,15 @@ class StageCosts:
     def change_ns(self, micro_batch: int) -> Integers:
         """Slice-Gather after a layer of each kind, from layout to layout: (T, K, K)."""
         size = micro_batch * self._layers.boundary_bytes[:, :, None]
-        return rounded_up(self._rates.change_s(micro_batch, size) * 1e9)
+        seconds = self._rates.change_s(micro_batch, size)
+        back = self._layers.has_backward[:, :, None]
+        if not back.all():
+            seconds = np.where(back > 0, seconds, self._forward_rates.change_s(micro_batch, size))
+        return rounded_up(seconds * 1e9)
+
+    def gradient_transfer_ns(self, micro_batch: int) -> Integers:
+        """The same for gradients, which come back where anything up to there trains."""
+        return self.transfer_ns(micro_batch) * (self._layers.has_backward > 0)
 
     def transfer_ns(self, micro_batch: int) -> Integers:
         """One direction of the transfer between stages after a layer of each kind, by the receiver's layout: (T, K).

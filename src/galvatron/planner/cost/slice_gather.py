@@ -39,8 +39,11 @@ class LayoutRates:
         return seconds + np.where(enough, self.fixed_s, self.whole_fixed_s)
 
 
-def layout_rates(layouts: Sequence[Layout], cluster: Cluster, *, always_factor_by_factor: bool = False) -> LayoutRates:
-    """Rates of all pairs of layouts. ``always_factor_by_factor``: as if rows were never too few."""
+def layout_rates(
+    layouts: Sequence[Layout], cluster: Cluster, *, always_factor_by_factor: bool = False, back: bool = True
+) -> LayoutRates:
+    """Rates of all pairs of layouts. ``always_factor_by_factor``: as if rows were never too few; ``back``: gradients
+    take the way back."""
     count = len(layouts)
     rows = np.ones((count, count), dtype=np.int64)
     per_byte, fixed, whole_per_byte, whole_fixed = (np.zeros((count, count)) for _ in range(4))
@@ -53,10 +56,10 @@ def layout_rates(layouts: Sequence[Layout], cluster: Cluster, *, always_factor_b
                 rows[i, j] = degree_of(source.rows | target.rows)
                 whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, whole=True)
     return LayoutRates(
-        per_byte=per_byte + per_byte.T,
-        fixed_s=fixed + fixed.T,
-        whole_per_byte=whole_per_byte + whole_per_byte.T,
-        whole_fixed_s=whole_fixed + whole_fixed.T,
+        per_byte=per_byte + back * per_byte.T,
+        fixed_s=fixed + back * fixed.T,
+        whole_per_byte=whole_per_byte + back * whole_per_byte.T,
+        whole_fixed_s=whole_fixed + back * whole_fixed.T,
         rows=rows,
     )
 

@@ -37,6 +37,11 @@ class _Sizes(TypedDict, total=False):
     expert_imbalance: Annotated[float | None, "Tokens of the busiest expert rank over the mean (default 1)."]
     compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]
     profile: Annotated[str | Path | None, "Measured layers (.toml)."]
+    freeze: Annotated[str | None, "Parameters that do not train: names of theirs or of modules, with *, by commas."]
+    lora: Annotated[int | None, "Train low-rank adapters of this rank, all else being frozen."]
+    lora_alpha: Annotated[float | None, "Their alpha (default: twice the rank)."]
+    lora_targets: Annotated[str | None, "Projections that have one, by commas (default: all-linear)."]
+    train_only: Annotated[str | None, "Parameters that train, all others being frozen; as for --freeze."]
 
 
 class Setup(_Sizes, SwitchChoices, total=False):

@@ -219,6 +219,7 @@ class _Pricing:
         self.parts = self.costs.layer_costs(micro_batch)
         self.change_ns = self.costs.change_ns(decisions.micro_batch)
         self.transfer_ns = self.costs.transfer_ns(decisions.micro_batch)
+        self.gradient_ns = self.costs.gradient_transfer_ns(decisions.micro_batch)
 
     def stage(self, number: int, span: tuple[int, int]) -> tuple[PlannedStage, int]:
         """The stage of these layers, and its mean time of a micro-batch in nanoseconds."""
@@ -273,7 +274,7 @@ class _Pricing:
         rows, layouts = self.kinds[begin:end], self.costs.layout_of[columns]
         change = int(self.change_ns[rows[:-1], layouts[:-1], layouts[1:]].sum())
         entering = int(self.transfer_ns[self.kinds[begin - 1], layouts[0]]) if begin > 0 else 0
-        leaving = int(self.transfer_ns[rows[-1], layouts[-1]]) if end < len(self.kinds) else 0
+        leaving = int(self.gradient_ns[rows[-1], layouts[-1]]) if end < len(self.kinds) else 0
         return change, entering + leaving
 
     def _check(self, begin: int, chosen: Sequence[Strategy]) -> None:

@@ -27,12 +27,19 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _STRIP = 64
 
 
+def _trained(plan: Plan) -> str:
+    if not plan.model.training.tunes:
+        return ""
+    return f" ({format_count(plan.model.spec().trained_parameters)} of them trained)"
+
+
 def plan_view(plan: Plan) -> RenderableType:
     """What the plan is, its stages as strips of layers, and its certificate."""
     model, facts = plan.model, plan.cluster.facts
     title = Text(f"{model.name}", style="bold")
     title.append(
-        f"  {format_count(model.parameters)} parameters, {sum(run.count for run in model.order)} layers, "
+        f"  {format_count(model.parameters)} parameters{_trained(plan)}, "
+        f"{sum(run.count for run in model.order)} layers, "
         f"{model.training.precision}{_optimizer(plan)}{', compiled' if model.training.compile else ''} on "
         f"{plan.cluster.devices} × {facts.device.name} ({facts.name})",
         style="default",

@@ -30,6 +30,7 @@ from galvatron.core.spec import (
     optimizer_named,
     schedule_named,
 )
+from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.core.units import parse_bytes
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
@@ -69,6 +70,8 @@ def request_for(
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
+    if isinstance(model, ModelSpec):
+        _reject_tuning(training, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
     if training.image_size is not None and known.training.image_size != training.image_size:
         raise InvalidInput(
@@ -97,6 +100,36 @@ def request_for(
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
     )
+
+
+def _reject_tuning(asked: Training, model: ModelSpec) -> None:
+    """Figures have no names of parameters: what is frozen is part of them."""
+    given = model.training
+    if asked.tunes and asked != replace(asked, freeze=given.freeze, train_only=given.train_only, lora=given.lora):
+        raise InvalidInput(
+            f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
+            "other parameters are frozen or none; give the model's name, folder or configuration"
+        )
+
+
+def _lora(setup: Setup) -> Lora | None:
+    rank, alpha, targets = setup.get("lora"), setup.get("lora_alpha"), setup.get("lora_targets")
+    if rank is None:
+        for name in ("lora_alpha", "lora_targets"):
+            if setup.get(name) is not None:
+                raise InvalidInput(f"{name.replace('_', '-')}: given without a rank; give --lora too, or drop it")
+        return None
+    for name in ("freeze", "train_only"):
+        if setup.get(name):
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: given together with --lora, which freezes all but the adapters; drop it"
+            )
+    chosen = _patterns(targets) if targets is not None else (ALL_LINEAR,)
+    return Lora(rank=rank, alpha=2.0 * rank if alpha is None else float(alpha), targets=chosen)
+
+
+def _patterns(given: str | None) -> tuple[str, ...]:
+    return tuple(pattern.strip() for pattern in (given or "").split(",") if pattern.strip())
 
 
 def _imbalanced(model: ModelSpec, imbalance: float | None) -> ModelSpec:
@@ -174,6 +207,9 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
         image_size=setup.get("image_size"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
         compile=(device is not None and device.compiles and not paper) if compiled is None else compiled,
+        freeze=_patterns(setup.get("freeze")),
+        train_only=_patterns(setup.get("train_only")),
+        lora=_lora(setup),
     )
 
 
@@ -195,7 +231,7 @@ def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile |
     given = setup.get("profile")
     if given is not None:
         profile = load_profile(given)
-        names = [kind.name for kind in model.kinds]
+        names = [kind.name for kind in model.untuned().kinds]
         if not any(profile.time_of(name) for name in names):
             raise InvalidInput(
                 f"profile {profile.name!r} has times for none of the layers of {model.name} ({', '.join(names)}); "

@@ -128,6 +128,7 @@ class Combination:
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
         self._apart = candidates.tables(np.array([self.micro_batch]), np.array([micro_batches]))
         self.transfer = self.costs.transfer_ns(self.micro_batch)
+        self.gradient_transfer = self.costs.gradient_transfer_ns(self.micro_batch)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
@@ -239,7 +240,7 @@ class Combination:
             layouts[kind, self.costs.layout_of[row]] = True
         entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
         entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
-        leave[1:-1] = np.where(layouts[kinds[:-1]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
+        leave[1:-1] = np.where(layouts[kinds[:-1]], self.gradient_transfer[kinds[:-1]], NEVER).min(axis=1)
         return entry, leave
 
     # ------------------------------------------------------------------ memory
@@ -358,7 +359,7 @@ class Combination:
             layout_of=self.layout_of,
             change=self.change,
             entry=nothing if before < 0 else self.transfer[before],
-            exit=nothing if last else self.transfer[runs[-1][0]],
+            exit=nothing if last else self.gradient_transfer[runs[-1][0]],
         )
 
     def _patch(self, matrix: CutMatrix, signature: Signature, in_flight_count: int) -> None:

@@ -106,8 +106,9 @@ class UnitMaker:
         )
 
     def working(self, master: nn.Parameter) -> nn.Parameter:
-        """What a module computes with: the master, or a copy of it in a narrower type."""
-        if self._settings.dtype == self._settings.master_dtype:
+        """What a module computes with: the master, or a copy of it in a narrower type. A frozen one is of that type
+        already."""
+        if self._settings.dtype == master.dtype:
             return master
         return nn.Parameter(master.detach().to(self._settings.dtype), requires_grad=master.requires_grad)
 
@@ -154,8 +155,7 @@ class UnitMaker:
                 set_everywhere(part.layer, parameter, work)
             pairs[name] = (self._local(part, spread, name, parameter, None), work)
         group = self._pool.group(getattr(layer_groups(self._position, part.strategy), spread.data_group))
-        narrow = self._settings.dtype != self._settings.master_dtype
-        unit = ReplicatedUnit(list(pairs.values()), group, masters=narrow)
+        unit = ReplicatedUnit(list(pairs.values()), group)
         return unit, {name: local for name, (local, _) in pairs.items()}
 
     def _shard(self, part: FilledLayer, spread: _Spread) -> tuple[Unit, dict[str, LocalParameter]]:
@@ -166,8 +166,7 @@ class UnitMaker:
         shard(
             spread.module,
             groups,
-            self._settings.device.type,
-            self._settings.dtype,
+            self._settings,
             reshard=not (zero2 or part.used_later),
             others={parameter for parameter in spread.module.parameters() if parameter not in own},
         )

@@ -26,14 +26,12 @@ _CHUNK_BYTES = 25 << 20
 class ReplicatedUnit(Unit):
     """One layer's parameters, whole on each rank of its DP group."""
 
-    def __init__(
-        self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None, *, masters: bool
-    ) -> None:
-        """``pairs``: each with the parameter in the module; ``masters``: whether that is a working copy in a narrower
-        type, or the master itself."""
+    def __init__(self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None) -> None:
+        """``pairs``: each with the parameter in the module: the master itself, or a copy of it in a narrower type."""
         self.locals = [local for local, _ in pairs]
-        self._group, self._masters = group, masters
+        self._group = group
         self._works = [work for _, work in pairs]
+        self._copies = [(local, work) for local, work in pairs if work is not local.master]
         self._flat: Tensor | None = None
         self._last = False
         self._missing, self._left_out = 0, 0
@@ -46,7 +44,7 @@ class ReplicatedUnit(Unit):
 
     def _take(self, local: LocalParameter, work: Tensor) -> None:
         """A parameter's gradient for one micro-batch is there."""
-        if self._masters and work.grad is not None:
+        if work is not local.master and work.grad is not None:
             if local.master.grad is None:
                 local.master.grad = work.grad.to(local.master.dtype)
             else:
@@ -57,9 +55,9 @@ class ReplicatedUnit(Unit):
             self._start_sum()
 
     def refresh(self) -> None:
-        if self._masters:
+        if self._copies:
             torch._foreach_copy_(
-                [work.detach() for work in self._works], [local.master.detach() for local in self.locals]
+                [work.detach() for _, work in self._copies], [local.master.detach() for local, _ in self._copies]
             )
 
     def begin(self) -> None:

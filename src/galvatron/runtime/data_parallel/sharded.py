@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from galvatron.runtime.collectives import reduce_scatter_into
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.settings import ComputeSettings
 
 # FSDP2 of torch 2.13 calls collectives by names that torch 2.13 warns about.
 warnings.filterwarnings(
@@ -55,21 +56,19 @@ class ShardGroups:
 def shard(
     module: nn.Module,
     groups: ShardGroups,
-    device_type: str,
-    dtype: torch.dtype,
+    settings: ComputeSettings,
     *,
     reshard: bool,
     others: Collection[nn.Parameter] = (),
 ) -> None:
-    """Divide a layer's parameters but the ``others``; computation is in ``dtype``, reduction and masters in the
-    parameters' own type."""
-    wide = next(module.parameters()).dtype
+    """Divide a layer's parameters but the ``others``; gradients are reduced in the type of the masters."""
+    narrow = settings.dtype != settings.master_dtype
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != wide else None, reduce_dtype=wide, cast_forward_inputs=False
+        param_dtype=settings.dtype if narrow else None, reduce_dtype=settings.master_dtype, cast_forward_inputs=False
     )
     fully_shard(
         module,
-        mesh=groups.mesh(device_type),
+        mesh=groups.mesh(settings.device.type),
         reshard_after_forward=reshard,
         mp_policy=policy,
         ignored_params=set(others),
@@ -92,7 +91,8 @@ def prefetch(layers: Sequence[Sequence[ShardedUnit]]) -> None:
 
     The first unit of a layer gathers ahead: the others of the layer, which are inside it, then the first of the next
     one. Those inside a layer gather nothing ahead in forward, because a recomputed forward would gather for layers
-    whose backward is over.
+    whose backward is over. Layers that have no backward, because nothing in them nor before them trains, are not
+    gathered for one.
     """
     for first, *inner in layers:
         for unit in (first, *inner):
@@ -104,7 +104,9 @@ def prefetch(layers: Sequence[Sequence[ShardedUnit]]) -> None:
     for (first, *inner), (second, *after) in pairwise(layers):
         if not first.inside:
             first.fsdp.set_modules_to_forward_prefetch([*(unit.fsdp for unit in inner), second.fsdp])
-        second.fsdp.set_modules_to_backward_prefetch([*(unit.fsdp for unit in after), first.fsdp])
+        # Itself, where nothing is left to gather: without this, FSDP2 would choose.
+        before = [unit.fsdp for unit in after] + ([first.fsdp] if first.has_backward else [])
+        second.fsdp.set_modules_to_backward_prefetch(before or [second.fsdp])
 
 
 class ShardedUnit(Unit):
@@ -122,6 +124,8 @@ class ShardedUnit(Unit):
         """``pairs``: each with FSDP2's sharded parameter, whose local part the master shares its memory with;
         ``inside``: the module is a part of a layer, whose forward runs again in backward where it is recomputed."""
         self.module, self.groups, self.zero2, self.inside = module, groups, zero2, inside
+        self.has_backward = True
+        """Whether gradients reach the layer; False where nothing in it nor before it trains."""
         self.locals = [local for local, _ in pairs]
         self._sharded = [parameter for _, parameter in pairs]
         device = self._sharded[0].device

@@ -39,6 +39,11 @@ class LocalParameter:
     summed_over: ProcessGroup | None = None
     """Ranks over which the gradient is still a partial sum after the unit's own reduction (sequence parallelism)."""
 
+    def __post_init__(self) -> None:
+        self.trained: bool = self.master.requires_grad
+        """False: frozen. It has no gradient and no optimizer state, nothing of it is synchronised, and it is held in
+        the type that layers compute in. What is frozen is settled when the unit is made."""
+
 
 class Unit(ABC):
     """The parameters of one layer."""

@@ -19,7 +19,7 @@ from galvatron.runtime.batches import LocalBatch
 from galvatron.runtime.pipeline.stage import Stage
 from galvatron.runtime.pipeline.transfer import StageTransfer
 
-__all__ = ["Neighbours", "PassTimer", "Pipeline"]
+__all__ = ["GradientsFrom", "Neighbours", "PassTimer", "Pipeline"]
 
 
 class PassTimer:
@@ -67,14 +67,49 @@ class Neighbours:
 
 
 @dataclass
+class GradientsFrom:
+    """Which activations between stages have gradients.
+
+    Where nothing before a boundary trains, none has one. Elsewhere some may have none (what a frozen encoder or vision
+    tower made, that travels beside what a decoder makes), which the sending stage finds out in its first forward, and
+    tells once.
+    """
+
+    before: bool = True
+    """Whether anything before the stage trains."""
+    within: bool = True
+    """Whether anything before the stage's end trains."""
+    _heard: tuple[bool, ...] | None = None
+    _told: bool = False
+
+    def heard(self, transfer: StageTransfer, inputs: Activations) -> tuple[bool, ...]:
+        """Whether each of the stage's inputs has a gradient."""
+        if not self.before:
+            return (False,) * len(inputs)
+        if self._heard is None:
+            flags = torch.ones(len(inputs), dtype=torch.uint8, device=inputs[0].device)
+            transfer.hear(flags)
+            self._heard = tuple(flag > 0 for flag in flags.tolist())
+        return self._heard
+
+    def told(self, transfer: StageTransfer, outputs: Activations) -> None:
+        """After the first forward, tell the next stage which of its inputs have one."""
+        if self.within and not self._told:
+            flags = [int(output.requires_grad) for output in outputs]
+            transfer.tell(torch.tensor(flags, dtype=torch.uint8, device=outputs[0].device))
+            self._told = True
+
+
+@dataclass
 class _Pass:
     """A micro-batch between its forward and its backward. Keeps no outputs: backward starts from their edges."""
 
     inputs: Activations
-    edges: tuple[GradientEdge | None, ...] = ()
-    """None: of what nothing that trains has made (a frozen vision tower)."""
+    """Those that have a gradient."""
+    edges: tuple[GradientEdge, ...] = ()
+    """Of the outputs that have one; none: nothing up to here trains, so there is no backward."""
     outlines: tuple[tuple[torch.Size, torch.dtype], ...] = ()
-    """Of its outputs."""
+    """Of these outputs."""
     loss: Tensor | None = None
     """Of the last stage: this rank's part of the micro-batch's part of the mean loss."""
 
@@ -91,6 +126,8 @@ class Pipeline:
     device: torch.device
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
+    gradients_from: GradientsFrom = field(default_factory=lambda: GradientsFrom())
+    """Which of the activations that are received and sent have gradients."""
     pass_timer: PassTimer | None = None
     """Takes the time of forward, backward and waiting for neighbours while there is one."""
     _sending: dict[StageTransfer, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
@@ -104,20 +141,23 @@ class Pipeline:
             self._let_go()
             if action.kind is Pass.FORWARD:
                 inputs, outputs = self._forward(batch, action.micro_batch, iteration)
+                inputs = tuple(tensor for tensor in inputs if tensor.requires_grad)
                 if self.neighbours.send_forward is None:
                     passes[action.micro_batch] = _Pass(inputs, loss=_loss(outputs, batch))
                 else:
-                    edges = tuple(get_gradient_edge(own) if own.requires_grad else None for own in outputs)
+                    outputs = tuple(output for output in outputs if output.requires_grad)
+                    edges = tuple(get_gradient_edge(output) for output in outputs)
                     outlines = tuple((output.shape, output.dtype) for output in outputs)
                     passes[action.micro_batch] = _Pass(inputs, edges, outlines)
                 del inputs, outputs
             else:
                 left -= 1
-                self.expect_backward(left == 0)
                 done = passes.pop(action.micro_batch)
                 if done.loss is not None:
                     losses.append(done.loss.detach())
-                self._backward(done)
+                if done.loss is not None or done.edges:
+                    self.expect_backward(left == 0)
+                    self._backward(done)
                 batch.micro_batches[action.micro_batch].release()
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
@@ -140,12 +180,16 @@ class Pipeline:
             inputs = self.empty_inputs(batch)
             with self._timed("waiting"):
                 self.neighbours.receive_forward.receive(inputs)
-            for tensor in inputs:
-                tensor.requires_grad_(torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                received = self.gradients_from.heard(self.neighbours.receive_forward, inputs)
+                for tensor, has_gradient in zip(inputs, received, strict=True):
+                    tensor.requires_grad_(has_gradient)
         with self._timed("forward"):
             outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
         if self.neighbours.send_forward is not None:
             self._send(self.neighbours.send_forward, outputs)
+            if torch.is_grad_enabled():
+                self.gradients_from.told(self.neighbours.send_forward, outputs)
         return inputs, outputs
 
     def _backward(self, done: _Pass) -> None:
@@ -153,11 +197,8 @@ class Pipeline:
             if done.loss is not None:
                 torch.autograd.backward(done.loss)
             else:
-                pairs = zip(done.edges, self._received(done.outlines), strict=True)
-                trained = [(edge, gradient) for edge, gradient in pairs if edge is not None]
-                if trained:
-                    torch.autograd.backward([edge for edge, _ in trained], [gradient for _, gradient in trained])
-        if self.neighbours.send_backward is not None:
+                torch.autograd.backward(done.edges, self._received(done.outlines))
+        if self.neighbours.send_backward is not None and done.inputs:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
     def _received(self, outlines: Sequence[tuple[torch.Size, torch.dtype]]) -> Activations:

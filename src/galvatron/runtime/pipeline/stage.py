@@ -29,6 +29,8 @@ class StageLayer(nn.Module):
         self._randomness, self._recompute = randomness, recompute
         self.after_backward: Callable[[], None] | None = None
         """Called when a micro-batch's backward has gone through the layer."""
+        self.always_passed = False
+        """Whether that must be, even where nothing before the layer trains: its input is then given a gradient."""
 
     def seed(self, seed: int) -> None:
         """Draw from another seed from now on."""
@@ -43,6 +45,8 @@ class StageLayer(nn.Module):
             return output
 
         if self.after_backward is not None and activations and torch.is_grad_enabled():
+            if self.always_passed and not any(tensor.requires_grad for tensor in activations):
+                activations = (activations[0].detach().requires_grad_(), *activations[1:])
             activations = (_WhenPassed.apply(activations[0], self.after_backward), *activations[1:])
         if not (self._recompute and torch.is_grad_enabled()):
             return run(*activations)

@@ -91,6 +91,18 @@ class StageTransfer:
                 operations.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
         return [(work, buffers) for work in _started(operations)]
 
+    def tell(self, flags: Tensor) -> None:
+        """Send a few numbers, the same from each of this side's ranks."""
+        peers = dict.fromkeys(message.peer for message in self.sends)
+        for work in _started([dist.P2POp(dist.isend, flags, peer, self._group) for peer in peers]):
+            work.wait()
+
+    def hear(self, flags: Tensor) -> None:
+        """Receive what the other side tells."""
+        peers = dict.fromkeys(message.peer for message in self.receives)
+        for work in _started([dist.P2POp(dist.irecv, flags, peer, self._group) for peer in peers]):
+            work.wait()
+
     def receive(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors."""
         operations, copies = [], []

@@ -10,6 +10,7 @@ Knows the operators; which modules are replaced is in ``tensor_parallel``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from galvatron.families.lora import Adapter
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["Entrance", "Readers", "SplitColumns", "SplitRows"]
+__all__ = ["Adapted", "Entrance", "Readers", "SplitColumns", "SplitRows"]
 
 
 class _Split(nn.Module):
@@ -32,10 +34,35 @@ class _Split(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.group, self.transposed = group, transposed
+        self.adapter: Callable[[], Adapter] | None = None
 
     @property
     def matrix(self) -> Tensor:
         return self.weight.t() if self.transposed else self.weight
+
+
+class Adapted(nn.Module):
+    """A split projection with its low-rank adapter, under peft's names: W x + scaling · B A x.
+
+    Behind columns, A is whole and B split by rows. Behind rows, A is split by columns and B whole: the product of B and
+    a rank's part of A x is a part of the sum that is made anyway.
+    """
+
+    def __init__(self, projection: _Split, adapter: Adapter) -> None:
+        super().__init__()
+        self.base_layer = projection
+        self.lora_A = nn.ModuleDict({"default": adapter.down})
+        self.lora_B = nn.ModuleDict({"default": adapter.up})
+        projection.adapter = lambda: adapter
+
+    @property
+    def weight(self) -> Tensor:
+        """For models that ask a projection for the type of its weight."""
+        return self.base_layer.weight
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output: Tensor = self.base_layer(tensor)
+        return output
 
 
 class SplitColumns(_Split):
@@ -88,6 +115,10 @@ class SplitRows(_Split):
         if self.takes_whole:
             tensor = operators.slice_features(tensor, self.group)
         partial = functional.linear(tensor, self.matrix)
+        if self.adapter is not None:
+            own = self.adapter()
+            low = functional.linear(tensor, own.down.weight)
+            partial = partial + own.scaling * functional.linear(low, own.up.weight)
         reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
         total = reduce_from_region(partial, self.group)
         return total if self.bias is None else total + self.bias
@@ -147,12 +178,19 @@ class Entrance:
 def _project(
     tensor: Tensor, group: ProcessGroup, readers: Sequence[SplitColumns], *, sequence: bool = False
 ) -> Sequence[Tensor]:
-    weights, biases = [reader.matrix for reader in readers], [reader.bias for reader in readers]
+    """The outputs of these projections. What adapters bring to their rank is projected with them."""
+    adapters = [reader.adapter() for reader in readers if reader.adapter is not None]
+    weights = [*(reader.matrix for reader in readers), *(adapter.down.weight for adapter in adapters)]
+    biases = [*(reader.bias for reader in readers), *[None] * len(adapters)]
     if torch.compiler.is_compiling():
         products = _project_node(tensor, group.group_name, sequence, weights)
-        return [own if bias is None else own + bias for own, bias in zip(products, biases, strict=True)]
-    outputs: Sequence[Tensor] = _Projections.apply(tensor, group, sequence, *weights, *biases)
-    return outputs
+        outputs = [own if bias is None else own + bias for own, bias in zip(products, biases, strict=True)]
+    else:
+        outputs = list(_Projections.apply(tensor, group, sequence, *weights, *biases))
+    adapted = [place for place, reader in enumerate(readers) if reader.adapter is not None]
+    for place, adapter, low in zip(adapted, adapters, outputs[len(readers) :], strict=True):
+        outputs[place] = outputs[place] + adapter.scaling * functional.linear(low, adapter.up.weight)
+    return outputs[: len(readers)]
 
 
 def _projected(
@@ -163,27 +201,49 @@ def _projected(
     return [functional.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """Which gradients somebody needs: parameters may be frozen, and nothing before may train."""
+
+    entered: bool
+    """That of the input."""
+    weights: Sequence[bool]
+
+
 def _projected_backward(
-    tensor: Tensor, group: ProcessGroup, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
+    tensor: Tensor | None,
+    group: ProcessGroup,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: _Needed,
+) -> tuple[Tensor | None, list[Tensor | None]]:
     """Gradients of the input and of the weights.
 
     The input's is summed over the group beside the weights'. With sequence parallelism only this rank's part of the
     input was kept; it is gathered again beside the input's gradient.
     """
-    again = operators.SequenceAllGather(tensor, group) if sequence else None
-    by_input = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        by_input += gradient @ weight
-    total = operators.SequenceReduceScatter(by_input, group) if sequence else collectives.AllReduce(by_input, group)
-    del by_input
-    whole = (tensor if again is None else again.result()).flatten(0, -2)
-    by_weights = [gradient.flatten(0, -2).t() @ whole for gradient in gradients]
-    return total.result(), by_weights
+    reads = any(needed.weights) and tensor is not None
+    again = operators.SequenceAllGather(tensor, group) if sequence and reads and tensor is not None else None
+    total: operators.SequenceReduceScatter | collectives.AllReduce | None = None
+    if needed.entered:
+        by_input = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            by_input += gradient @ weight
+        total = operators.SequenceReduceScatter(by_input, group) if sequence else collectives.AllReduce(by_input, group)
+        del by_input
+    by_weights: list[Tensor | None] = [None] * len(gradients)
+    if reads and tensor is not None:
+        whole = (tensor if again is None else again.result()).flatten(0, -2)
+        by_weights = [
+            gradient.flatten(0, -2).t() @ whole if trained else None
+            for gradient, trained in zip(gradients, needed.weights, strict=True)
+        ]
+    return None if total is None else total.result(), by_weights
 
 
 class _Projections(torch.autograd.Function):
-    """Weights first, then as many biases."""
+    """Linear projections of one input into split features; parameters: all weights, then all biases."""
 
     @staticmethod
     def forward(
@@ -191,20 +251,23 @@ class _Projections(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = [own for own in parameters[:count] if own is not None], parameters[count:]
-        ctx.group, ctx.sequence = group, sequence
-        ctx.biased = [bias is not None for bias in biases]
-        ctx.save_for_backward(tensor, *weights)
+        ctx.group, ctx.sequence, ctx.count = group, sequence, count
+        # What no gradient needs is not kept: the input where the weights are frozen.
+        entered, trained = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3 : 3 + count])
+        ctx.save_for_backward(tensor if trained else None, *(weight if entered else None for weight in weights))
         return tuple(_projected(tensor, group, sequence, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        total, by_weights = _projected_backward(tensor, ctx.group, ctx.sequence, weights, gradients)
-        return total, None, None, *by_weights, *_by_biases(gradients, ctx.biased)
-
-
-def _by_biases(gradients: Sequence[Tensor], biased: Sequence[bool]) -> list[Tensor | None]:
-    return [own.flatten(0, -2).sum(0) if has else None for own, has in zip(gradients, biased, strict=True)]
+        trained = ctx.needs_input_grad[3:]
+        needed = _Needed(ctx.needs_input_grad[0], trained[: ctx.count])
+        total, by_weights = _projected_backward(tensor, ctx.group, ctx.sequence, weights, gradients, needed)
+        by_biases = [
+            own.flatten(0, -2).sum(0) if wanted else None
+            for own, wanted in zip(gradients, trained[ctx.count :], strict=True)
+        ]
+        return total, None, None, *by_weights, *by_biases
 
 
 # The same, without biases, as one node of a compiled graph.
@@ -230,30 +293,46 @@ def _(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> 
 @torch.library.custom_op(
     "galvatron::project_backward",
     mutates_args=(),
-    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients) -> Tensor[]",
+    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients, bool[] needed) -> Tensor[]",
 )
 def _backward_node(
-    tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    tensor: Tensor,
+    group: str,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: Sequence[bool],
 ) -> list[Tensor]:
-    by_input, by_weights = _projected_backward(tensor, collectives.group_named(group), sequence, weights, gradients)
-    return [by_input, *by_weights]
+    """Nothing, of no size, for what nobody needs: of the input first, then of the weights."""
+    wanted = _Needed(needed[0], needed[1:])
+    named = collectives.group_named(group)
+    by_input, by_weights = _projected_backward(tensor, named, sequence, weights, gradients, wanted)
+    return [tensor.new_empty(0) if own is None else own for own in (by_input, *by_weights)]
 
 
 @_backward_node.register_fake
 def _(
-    tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    tensor: Tensor,
+    group: str,
+    sequence: bool,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    needed: Sequence[bool],
 ) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape), *(own.new_empty(own.shape) for own in weights)]
+    whole = zip((tensor, *weights), needed, strict=True)
+    return [own.new_empty(own.shape if wanted else 0) for own, wanted in whole]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensor, ctx.group, ctx.sequence, weights = inputs
+    ctx.needed = [tensor.requires_grad, *(weight.requires_grad for weight in weights)]
     ctx.save_for_backward(tensor, *weights)
 
 
 def _give_back(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
     tensor, *weights = ctx.saved_tensors
-    by_input, *by_weights = _backward_node(tensor, ctx.group, ctx.sequence, weights, gradients)
+    found = _backward_node(tensor, ctx.group, ctx.sequence, weights, gradients, ctx.needed)
+    by_input, *by_weights = (own if wanted else None for own, wanted in zip(found, ctx.needed, strict=True))
     return by_input, None, None, by_weights
 
 

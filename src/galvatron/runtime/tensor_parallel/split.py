@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Layer
+from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
     Attribute,
     Columns,
@@ -33,7 +34,7 @@ from galvatron.families.rules import (
 )
 from galvatron.runtime.data_parallel.shards import TensorSplit, part_of
 from galvatron.runtime.tensor_parallel import operators
-from galvatron.runtime.tensor_parallel.regions import Entrance, Readers, SplitColumns, SplitRows
+from galvatron.runtime.tensor_parallel.regions import Adapted, Entrance, Readers, SplitColumns, SplitRows
 from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding, split_lookup
 
 __all__ = ["SplitParameters", "TensorGroup", "cut", "split"]
@@ -104,9 +105,12 @@ def split(
     splitter.readers()
     inside = tuple(f"{rule.path}." for rule in rules if isinstance(rule, PartialGradients))
     names = dict(layer.named_parameters())
+    adapters = {id(own) for own in splitter.partial}
     return SplitParameters(
         splits={name: splitter.splits[own] for name, own in names.items() if own in splitter.splits},
-        partial=frozenset(name for name in names if name.startswith(inside)) if inside else frozenset(),
+        partial=frozenset(
+            name for name, own in names.items() if (inside and name.startswith(inside)) or id(own) in adapters
+        ),
     )
 
 
@@ -116,13 +120,19 @@ class _Splitter:
         self._rules = rules
         self.splits: dict[nn.Parameter, TensorSplit] = {}
         self._columns: dict[str, SplitColumns] = {}
+        self.partial: list[Tensor] = []
+        """Whole ones of adapters, of whose gradient each rank has a part."""
         self._words = range(0)
 
     def columns(self, rule: Columns) -> None:
-        module = self.layer.get_submodule(rule.path)
+        path, adapter = self._adapted(rule.path)
+        module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
-        weight = self._cut(f"{rule.path}.weight", 1 if transposed else 0, rule.parts)
-        bias = self._cut(f"{rule.path}.bias", 0, rule.parts)
+        weight = self._cut(f"{path}.weight", 1 if transposed else 0, rule.parts)
+        bias = self._cut(f"{path}.bias", 0, rule.parts)
+        if adapter is not None:
+            self._cut(f"{rule.path}.lora_B.default.weight", 0, rule.parts)
+            self.partial.append(adapter.down.weight)  # each rank's gradient comes from its own rows of B
         assert weight is not None
         self._words = part_of(_outputs(module), self.tensor.index, self.tensor.degree)
         if rule.gathered:
@@ -130,20 +140,43 @@ class _Splitter:
         replacement = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
         replacement.gathered = rule.gathered
         self._columns[rule.path] = replacement
-        self.layer.replace_module(rule.path, replacement)
+        self._replace(rule.path, replacement, adapter)
 
     def rows(self, rule: Rows) -> None:
-        module = self.layer.get_submodule(rule.path)
+        path, adapter = self._adapted(rule.path)
+        module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
         if rule.takes_whole:
-            self._even(rule.path, self.layer.get_parameter(f"{rule.path}.weight").shape[0 if transposed else 1])
-        weight = self._cut(f"{rule.path}.weight", 0 if transposed else 1)
+            self._even(rule.path, self.layer.get_parameter(f"{path}.weight").shape[0 if transposed else 1])
+        weight = self._cut(f"{path}.weight", 0 if transposed else 1)
+        if adapter is not None:
+            self._cut(f"{rule.path}.lora_A.default.weight", 1)
+            self.partial.append(adapter.up.weight)  # each rank's gradient comes from its own columns of A
         assert weight is not None
         bias = module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
         replacement = SplitRows(weight, bias, self.tensor.group, transposed=transposed)
         replacement.sequence, replacement.takes_whole = self.tensor.sequence, rule.takes_whole
-        self.layer.replace_module(rule.path, replacement)
+        self._replace(rule.path, replacement, adapter)
+
+    def _adapted(self, path: str) -> tuple[str, Adapter | None]:
+        """Where the projection of this path has its weight, and the adapter beside it."""
+        module: Any = self.layer.get_submodule(path)
+        adapter = adapter_of(module)
+        if adapter is None:
+            return path, None
+        if any(not isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
+            raise InvalidInput(
+                f"layer {self.layer.kind!r}: the adapter of {path} has dropout, with which tensor parallelism cannot "
+                "run it; set lora_dropout to 0, or plan without TP (--space dp+pp)"
+            )
+        return f"{path}.base_layer", adapter
+
+    def _replace(self, path: str, replacement: SplitColumns | SplitRows, adapter: Adapter | None) -> None:
+        if adapter is None:
+            self.layer.replace_module(path, replacement)
+            return
+        self.layer.replace_module(path, Adapted(replacement, adapter))
 
     def vocabulary(self, rule: Vocabulary) -> None:
         module = self.layer.get_submodule(rule.path)

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
+from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta
+from galvatron.families.lora import is_adapter
 from galvatron.families.saved import saved_names
 from galvatron.runtime.model import ParallelModel
+from galvatron.train.checkpoints.adapters import lora_of_plan, merged, merged_shapes, write_adapters
 from galvatron.train.checkpoints.folder import Saved
 from galvatron.train.checkpoints.manifest import Manifest, SavedTensor, read_chunk
 from galvatron.train.checkpoints.storage import as_bytes, as_tensor
@@ -36,25 +39,39 @@ _TYPES = {
 """Names of types in safetensors."""
 
 
-def export(checkpoint: Saved, out: str | Path) -> None:
-    """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read."""
+def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False) -> None:
+    """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read.
+
+    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does.
+    """
     manifest = Manifest.read(checkpoint.path)
-    tensors = manifest.parameters | manifest.buffers
-    shapes = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
-    facts = _facts(manifest.plan, shapes)
-    _write(facts, ((name, _whole(checkpoint.path, own)) for name, own in tensors.items()), Path(out))
+    parameters = manifest.parameters
+    if adapters:
+        chosen = {name: own for name, own in parameters.items() if is_adapter(name)}
+        write_adapters(manifest.plan, ((name, _whole(checkpoint.path, own)) for name, own in chosen.items()), Path(out))
+        return
+    tensors = parameters | manifest.buffers
+    outlines = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
+    facts = _facts(manifest.plan, _widened(outlines, parameters))
+    whole = ((name, _whole(checkpoint.path, own)) for name, own in tensors.items())
+    _write(facts, facts.stock_tensors(whole), Path(out))
 
 
-def export_model(model: ParallelModel, out: str | Path) -> None:
-    """Write the weights of a model as it is now; call it on every rank. Rank 0 writes."""
+def export_model(model: ParallelModel, out: str | Path, *, adapters: bool = False) -> None:
+    """Write the weights of a model as it is now; call it on every rank. Rank 0 writes. Low-rank adapters are merged,
+    unless they alone are to be written."""
     whole = model.whole_parameters()
 
     def write() -> None:
-        if model.rank == 0:
-            dtype, buffers = next(model.parameters()).dtype, model.buffers.values()
-            shapes = {name: (shape, dtype) for name, shape in model.shapes.items()}
-            shapes |= {name: (tuple(own.shape), own.dtype) for name, own in buffers.items()}
-            _write(_facts(model.plan.to_dict(), shapes), chain(whole, buffers.items()), Path(out))
+        if model.rank == 0 and adapters:
+            write_adapters(model.plan.to_dict(), whole, Path(out))
+        elif model.rank == 0:
+            buffers = model.buffers.values()
+            dtype = max((own.dtype for own in model.parameters()), key=lambda own: own.itemsize)
+            outlines = {name: (shape, dtype) for name, shape in model.shapes.items()}
+            outlines |= {name: (tuple(own.shape), own.dtype) for name, own in buffers.items()}
+            facts = _facts(model.plan.to_dict(), outlines)
+            _write(facts, facts.stock_tensors(chain(whole, buffers.items())), Path(out))
 
     def write_and_go_on() -> None:
         try:
@@ -76,6 +93,12 @@ class _Facts:
     """In the files, by the stock model's; in the order they are written."""
     tensors: Mapping[str, _Outline]
     """By the stock model's names."""
+    stock: Any
+    lora: Lora | None
+
+    def stock_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """As the stock model has them, from those of the model that trained."""
+        return tensors if self.lora is None else merged(tensors, self.lora, self.stock)
 
     def bytes(self, name: str) -> int:
         shape, dtype = self.tensors[name]
@@ -101,7 +124,16 @@ def _facts(plan: Mapping[str, Any], tensors: Mapping[str, _Outline]) -> _Facts:
     dtype_name = str(next(dtype for _, dtype in tensors.values())).removeprefix("torch.")  # of the first parameter
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
-    return _Facts(config=config, names=saved_names(stock, list(tensors)), tensors=tensors)
+    tensors = merged_shapes(tensors)
+    names = saved_names(stock, list(tensors))
+    return _Facts(config=config, names=names, tensors=tensors, stock=stock, lora=lora_of_plan(plan))
+
+
+def _widened(outlines: Mapping[str, _Outline], parameters: Iterable[str]) -> dict[str, _Outline]:
+    """What is frozen may be narrower than what trains: all parameters are written in the widest type."""
+    names = set(parameters)
+    widest = max((dtype for name, (_, dtype) in outlines.items() if name in names), key=lambda own: own.itemsize)
+    return {name: (shape, widest if name in names else dtype) for name, (shape, dtype) in outlines.items()}
 
 
 def _whole(folder: Path, saved: SavedTensor) -> Tensor:
@@ -165,7 +197,7 @@ def _write_shard(path: Path, names: list[str], facts: _Facts, coming: Iterable[t
         file.write(text)
         for name, (given, tensor) in zip(names, coming, strict=False):
             assert name == given
-            file.write(as_bytes(tensor.detach().to("cpu").contiguous()))
+            file.write(as_bytes(tensor.detach().to("cpu", facts.tensors[name][1]).contiguous()))
 
 
 def _index(facts: _Facts, shards: list[list[str]], files: list[str]) -> str:

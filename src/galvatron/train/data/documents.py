@@ -48,7 +48,8 @@ class TextSource(Protocol):
 class _Files:
     root: Path
     files: tuple[Path, ...]
-    read: Callable[[Path], Iterator[Piece]]
+    read: Callable[[Path, str], Iterator[Piece]]
+    text_field: str
 
     @property
     def name(self) -> str:
@@ -56,12 +57,12 @@ class _Files:
 
     @property
     def key(self) -> str:
-        return _stamp(self.root, self.files)
+        return _stamp(self.root, self.files) + _named(self.text_field)
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.files:
             try:
-                yield from self.read(path)
+                yield from self.read(path, self.text_field)
             except OSError as error:
                 raise InvalidInput(f"{path}: cannot be read ({error}); check the file and its permissions") from None
             except UnicodeDecodeError as error:
@@ -73,6 +74,7 @@ class _Files:
 @dataclass(frozen=True)
 class _SavedDataset:
     root: Path
+    text_field: str
 
     @property
     def name(self) -> str:
@@ -80,10 +82,10 @@ class _SavedDataset:
 
     @property
     def key(self) -> str:
-        return _stamp(self.root, tuple(_visible(self.root)))
+        return _stamp(self.root, tuple(_visible(self.root))) + _named(self.text_field)
 
     def pieces(self) -> Iterator[Piece]:
-        return (Piece(text, True) for text in rows_of_saved(self.root))
+        return (Piece(text, True) for text in rows_of_saved(self.root, self.text_field))
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,14 @@ class StorySource:
         return (Piece(story, True) for story in stories(self.count, self.seed))
 
 
-def text_source(path: Path) -> TextSource:
-    """The text of a file or folder."""
+def text_source(path: Path, text_field: str = "text") -> TextSource:
+    """The text of a file or folder; ``text_field``: where it is in tables and lines of JSON."""
     if path.is_file():
         if path.suffix not in _READERS:
             raise InvalidInput(f"data {str(path)!r}: expected a file ending in {', '.join(_READERS)}, or a folder")
-        return _Files(path.parent, (path,), _READERS[path.suffix])
+        return _Files(path.parent, (path,), _READERS[path.suffix], text_field)
     if is_saved_dataset(path):
-        return _SavedDataset(path)
+        return _SavedDataset(path, text_field)
     files = [file for file in _visible(path) if file.suffix in _READERS]
     kinds = sorted({file.suffix for file in files})
     if not files:
@@ -127,7 +129,7 @@ def text_source(path: Path) -> TextSource:
             f"data {str(path)!r}: the folder has files ending in {' and '.join(kinds)}; give a file, or a folder with "
             "files of one kind"
         )
-    return _Files(path, tuple(files), _READERS[kinds[0]])
+    return _Files(path, tuple(files), _READERS[kinds[0]], text_field)
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -145,7 +147,12 @@ def _stamp(root: Path, files: tuple[Path, ...]) -> str:
     return digest.hexdigest()
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _named(text_field: str) -> str:
+    """In a key: nothing for the usual one."""
+    return "" if text_field == "text" else f" {text_field}"
+
+
+def _text(path: Path, text_field: str) -> Iterator[Piece]:
     """A file of text is one document."""
     lines: list[str] = []
     characters = 0
@@ -159,8 +166,8 @@ def _text(path: Path) -> Iterator[Piece]:
     yield Piece("".join(lines), True)
 
 
-def _json_lines(path: Path) -> Iterator[Piece]:
-    """Each line is an object with a field "text", a document."""
+def _json_lines(path: Path, text_field: str) -> Iterator[Piece]:
+    """Each line is an object with a field "text", or of another name, a document."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -169,21 +176,23 @@ def _json_lines(path: Path) -> Iterator[Piece]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise InvalidInput(f"{where}: is not JSON ({error}); expected an object with a field 'text'") from None
+                raise InvalidInput(
+                    f"{where}: is not JSON ({error}); expected an object with a field {text_field!r}"
+                ) from None
             if not isinstance(row, dict):
-                raise InvalidInput(f"{where}: is {line.strip()[:40]!r}; expected an object with a field 'text'")
-            yield Piece(text_of(row, where), True)
+                raise InvalidInput(f"{where}: is {line.strip()[:40]!r}; expected an object with a field {text_field!r}")
+            yield Piece(text_of(row, where, text_field), True)
 
 
-def _parquet(path: Path) -> Iterator[Piece]:
-    return (Piece(text, True) for text in rows_of_parquet(path))
+def _parquet(path: Path, text_field: str) -> Iterator[Piece]:
+    return (Piece(text, True) for text in rows_of_parquet(path, text_field))
 
 
-def _arrow(path: Path) -> Iterator[Piece]:
-    return (Piece(text, True) for text in rows_of_arrow(path))
+def _arrow(path: Path, text_field: str) -> Iterator[Piece]:
+    return (Piece(text, True) for text in rows_of_arrow(path, text_field))
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Piece]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {
     ".txt": _text,
     ".jsonl": _json_lines,
     ".parquet": _parquet,

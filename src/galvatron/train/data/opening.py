@@ -9,6 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
+from galvatron.train.data.apart import KeptApart
+from galvatron.train.data.chat import Chat, chat_file
 from galvatron.train.data.dataset import Dataset, split
 from galvatron.train.data.documents import StorySource, TextSource, text_source
 from galvatron.train.data.images import image_folder, saved_normalisation
@@ -48,6 +50,11 @@ class DataOptions(TypedDict, total=False):
     """Where tokens are kept."""
     held_out: float
     """The share of samples kept for evaluation."""
+    text_field: str | None
+    """Of tables and lines of JSON: the field with the text; else "text"."""
+    pack: bool | None
+    """Whether several documents stand in a row, or one; attention keeps them apart. None: conversations are packed so,
+    and other text is one stream that is cut without regard to documents."""
 
 
 def open_data(
@@ -82,10 +89,21 @@ def open_data(
         dataset = image_folder(root, needs, normalisation, augment=True)
         evaluated = replace(dataset, augment=False)
     else:
-        source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec))
         cache = cache or default_cache()
-        chosen, folder = _tokenizer(tokenizer, model_folder, source, needs, cache)
-        dataset = _text(source, chosen, needs, cache)
+        chat = None if str(spec) == "stories" else chat_file(_existing(spec))
+        packed = options.get("pack")
+        if chat is not None:
+            apart = KeptApart(config=config, needs=needs, cache=cache, packed=packed is not False)
+            saved = _chat_tokenizer(tokenizer, model_folder, chat)
+            folder, dataset = saved.folder, apart.of_chat(chat, saved)
+        else:
+            field = options.get("text_field") or "text"
+            source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec), field)
+            chosen, folder = _tokenizer(tokenizer, model_folder, source, needs, cache)
+            if packed is None:
+                dataset = _text(source, chosen, needs, cache)
+            else:
+                dataset = KeptApart(config=config, needs=needs, cache=cache, packed=packed).of_text(source, chosen)
     if not held_out:
         return Data(dataset, None, folder)
     train, held = split(dataset, held_out, evaluated=evaluated)
@@ -131,6 +149,18 @@ def _tokenizer(
         return trained, trained.folder
     saved = SavedTokenizer(Path(given))
     return saved, saved.folder
+
+
+def _chat_tokenizer(given: str | Path | None, model_folder: Path | None, chat: Chat) -> SavedTokenizer:
+    """That of a chat model, with its template."""
+    if given is None and model_folder is not None and has_tokenizer(model_folder):
+        given = model_folder
+    if given is None or str(given) in ("bytes", "train"):
+        raise InvalidInput(
+            f"data {str(chat.path)!r}: conversations need the tokenizer of a chat model, but "
+            f"{'none' if given is None else repr(str(given))} was given; give its folder"
+        )
+    return SavedTokenizer(Path(given))
 
 
 def _text(source: TextSource, tokenizer: Tokenizer, needs: TokenRequirements, cache: Path) -> LanguageData:

@@ -30,12 +30,12 @@ def extra(module: str, purpose: str) -> Any:
         ) from None
 
 
-def text_of(row: Mapping[str, Any], where: str) -> str:
+def text_of(row: Mapping[str, Any], where: str, name: str = _FIELD) -> str:
     """The text of a row."""
-    text = row.get(_FIELD)
+    text = row.get(name)
     if not isinstance(text, str):
-        shown = f"is {text!r}" if _FIELD in row else f"is missing (it has {', '.join(map(repr, row)) or 'nothing'})"
-        raise InvalidInput(f"{where}: the field 'text' {shown}; expected a string")
+        shown = f"is {text!r}" if name in row else f"is missing (it has {', '.join(map(repr, row)) or 'nothing'})"
+        raise InvalidInput(f"{where}: the field {name!r} {shown}; expected a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -50,7 +50,7 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / _SPLITS).is_file() or (folder / "state.json").is_file()
 
 
-def rows_of_saved(folder: Path) -> Iterator[str]:
+def rows_of_saved(folder: Path, name: str = _FIELD) -> Iterator[str]:
     """Of a dataset with splits, those of ``train``."""
     library = extra("datasets", f"{folder}: reading a Hugging Face dataset")
     try:
@@ -65,38 +65,38 @@ def rows_of_saved(folder: Path) -> Iterator[str]:
         if "train" not in names and len(names) != 1:
             raise InvalidInput(f"{folder}: has splits {', '.join(names)} but no 'train'; give one of its folders")
         found = found["train" if "train" in names else names[0]]
-    _need_column(found.column_names, folder)
-    column = found.select_columns([_FIELD])
-    return _texts((batch[_FIELD] for batch in column.iter(_ROWS)), folder)
+    _need_column(found.column_names, folder, name)
+    column = found.select_columns([name])
+    return _texts((batch[name] for batch in column.iter(_ROWS)), folder, name)
 
 
-def rows_of_parquet(path: Path) -> Iterator[str]:
+def rows_of_parquet(path: Path, name: str = _FIELD) -> Iterator[str]:
     """The rows of a Parquet file, batch by batch."""
     parquet = extra("pyarrow.parquet", f"{path}: reading Parquet")
-    return _rows(path, lambda: _parquet_batches(parquet.ParquetFile(path), path))
+    return _rows(path, lambda: _parquet_batches(parquet.ParquetFile(path), path, name), name)
 
 
-def rows_of_arrow(path: Path) -> Iterator[str]:
+def rows_of_arrow(path: Path, name: str = _FIELD) -> Iterator[str]:
     """Arrow's stream format, which Hugging Face writes, or its file format."""
     ipc = extra("pyarrow.ipc", f"{path}: reading Arrow")
-    return _rows(path, lambda: _arrow_batches(ipc, path))
+    return _rows(path, lambda: _arrow_batches(ipc, path, name), name)
 
 
-def _rows(path: Path, batches: Any) -> Iterator[str]:
+def _rows(path: Path, batches: Any, name: str) -> Iterator[str]:
     arrow = extra("pyarrow", f"{path}: reading a table")
     try:
-        yield from _texts(batches(), path)
+        yield from _texts(batches(), path, name)
     except arrow.ArrowException as error:
         raise InvalidInput(f"{path}: cannot be read ({error}); copy the file anew") from None
 
 
-def _parquet_batches(file: Any, path: Path) -> Iterator[list[Any]]:
-    _need_column(file.schema_arrow.names, path)
-    for batch in file.iter_batches(_ROWS, columns=[_FIELD]):
+def _parquet_batches(file: Any, path: Path, name: str) -> Iterator[list[Any]]:
+    _need_column(file.schema_arrow.names, path, name)
+    for batch in file.iter_batches(_ROWS, columns=[name]):
         yield batch.column(0).to_pylist()
 
 
-def _arrow_batches(ipc: Any, path: Path) -> Iterator[list[Any]]:
+def _arrow_batches(ipc: Any, path: Path, name: str) -> Iterator[list[Any]]:
     with path.open("rb") as file:
         magic = file.read(6)
         file.seek(0)
@@ -106,19 +106,22 @@ def _arrow_batches(ipc: Any, path: Path) -> Iterator[list[Any]]:
         else:
             reader = ipc.open_stream(file)
             batches = iter(reader)
-        _need_column(reader.schema.names, path)
+        _need_column(reader.schema.names, path, name)
         for batch in batches:
-            yield batch.column(reader.schema.names.index(_FIELD)).to_pylist()
+            yield batch.column(reader.schema.names.index(name)).to_pylist()
 
 
-def _need_column(names: list[str], where: Path) -> None:
-    if _FIELD not in names:
-        raise InvalidInput(f"{where}: has columns {', '.join(names)}; expected one named 'text'; rename the column")
+def _need_column(names: list[str], where: Path, name: str) -> None:
+    if name not in names:
+        raise InvalidInput(
+            f"{where}: has columns {', '.join(names)}; expected one named {name!r}; rename the column, or name it "
+            "(--text-field)"
+        )
 
 
-def _texts(batches: Iterator[list[Any]], where: Path) -> Iterator[str]:
+def _texts(batches: Iterator[list[Any]], where: Path, name: str) -> Iterator[str]:
     number = 0
     for batch in batches:
         for text in batch:
-            yield text_of({_FIELD: text}, f"{where}, row {number}")
+            yield text_of({name: text}, f"{where}, row {number}", name)
             number += 1

@@ -109,6 +109,8 @@ class SavedTokenizer:
                 "transformers' save_pretrained"
             ) from None
         self.folder = folder
+        self.tokenizer = self._tokenizer
+        """transformers' own, which knows the chat template."""
         self.vocabulary = _described(self._tokenizer)
         digest = hashlib.sha256()
         for name in _FILES:
