@@ -54,6 +54,7 @@ def _strategy(draw: random.Random, layer: LayerSpec, devices: int, rows: int) ->
             rows % strategy.data_degree == 0
             and layer.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or layer.allows_sequence_parallel(degree))
+            and (not strategy.fused_loss or layer.fused_loss is not None)
         ):
             fitting.setdefault(str(Strategy(strategy.axes)), []).append(strategy)
     return str(draw.choice(fitting[draw.choice(list(fitting))]))
@@ -74,6 +75,7 @@ def test_the_plans_have_everything() -> None:
         assert {(kind, other) for other in DENSE_KINDS if other is not kind} <= kinds, "pairs in both orders"
     assert any(len(axes) == 3 for axes in kinds)
     assert any(strategy.zero2 for strategy in strategies)
+    assert any(strategy.fused_loss for strategy in strategies)
     assert any(strategy.sequence_parallel and strategy.recompute for strategy in strategies)
     pipelines = {(len(case.stages), case.schedule) for case in cases if len(case.stages) > 1}
     assert pipelines == {(2, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")}
