@@ -66,8 +66,10 @@ def _exchange(operations: Sequence[dist.P2POp]) -> list[_Late]:
     """In place of ``batch_isend_irecv``. The fake group would leave in a received tensor whatever its memory happened
     to hold, which may be slow to compute with."""
     for operation in operations:
-        if operation.op is dist.irecv:
+        if operation.op is dist.irecv and operation.tensor.is_floating_point():
             operation.tensor.normal_(std=_SPREAD)
+        elif operation.op is dist.irecv:
+            operation.tensor.fill_(1)  # flags: what comes has gradients
     return [_Late()]
 
 
