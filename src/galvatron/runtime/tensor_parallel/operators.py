@@ -6,12 +6,14 @@ Where ``torch.compile`` traces a layer, an operator is one node of its graph: co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.library import CustomOpDef
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
@@ -25,6 +27,7 @@ __all__ = [
     "gather_sequence",
     "gather_to_region",
     "gathered",
+    "node",
     "reduce_from_region",
     "slice_features",
     "slice_sequence",
@@ -103,6 +106,16 @@ def _own_features(whole: Tensor, group: ProcessGroup) -> Tensor:
 _Function = Callable[[Tensor, ProcessGroup], Tensor]
 
 
+def node(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Make a function a node of compiled graphs, which changes nothing that it is given.
+
+    PyTorch keeps compiled graphs on disk and knows nodes by name alone, so the name changes with what a node takes:
+    a graph that an earlier version compiled is never run with this one's nodes.
+    """
+    known = f"galvatron::{name}_{zlib.crc32(schema.encode()):08x}"
+    return lambda function: torch.library.custom_op(known, function, mutates_args=(), schema=schema)
+
+
 class Operator:
     """A function of a local tensor and a group, with its gradient."""
 
@@ -139,8 +152,8 @@ class Operator:
             return tensor.new_empty(shape)
 
         schema = "(Tensor tensor, str group) -> Tensor"
-        there = torch.library.custom_op(f"galvatron::{name}", forward, mutates_args=(), schema=schema)
-        back = torch.library.custom_op(f"galvatron::{name}_backward", backward, mutates_args=(), schema=schema)
+        there = node(name, schema)(forward)
+        back = node(f"{name}_backward", schema)(backward)
         there.register_fake(lambda tensor, group: empty(tensor, group, 1))
         back.register_fake(lambda tensor, group: empty(tensor, group, -1))
         there.register_autograd(

@@ -273,10 +273,9 @@ class _Projections(torch.autograd.Function):
 # The same, without biases, as one node of a compiled graph.
 
 
-@torch.library.custom_op(
-    "galvatron::project",
-    mutates_args=(),
-    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights) -> Tensor[]",
+@operators.node(
+    "project",
+    "(Tensor tensor, str group, bool sequence, Tensor[] weights) -> Tensor[]",
 )
 def _project_node(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> list[Tensor]:
     return _projected(tensor, collectives.group_named(group), sequence, weights, [None] * len(weights))
@@ -290,10 +289,9 @@ def _(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> 
     return [tensor.new_empty((*shape, len(weight))) for weight in weights]
 
 
-@torch.library.custom_op(
-    "galvatron::project_backward",
-    mutates_args=(),
-    schema="(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients, bool[] needed) -> Tensor[]",
+@operators.node(
+    "project_backward",
+    "(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients, bool[] needed) -> Tensor[]",
 )
 def _backward_node(
     tensor: Tensor,
