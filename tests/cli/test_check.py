@@ -46,6 +46,7 @@ def _folder(path: Path, **changed: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_new_folder_is_a_new_family(tmp_path: Path) -> None:
     """A copy of the package with one folder more plans a configuration and a preset of it, and cuts its model."""
     shutil.copytree(PACKAGE, tmp_path / "galvatron", ignore=shutil.ignore_patterns("__pycache__"))

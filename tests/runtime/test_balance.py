@@ -40,7 +40,7 @@ def _balanced(family: str, *stages: list[str], **options: Any) -> ExpertCase:
     [
         # Rows on four ranks, on two, on all alike; experts divided, replicated, split.
         ("mixtral", [["dp4", "sdp4/ep4+rc", "dp2-tp2", "dp2-sdp2"]], {"micro_batches": 2, **_PADDED}),
-        ("qwen3_moe", [["tp4", "dp2-tp2/ep2-tp2", "dp4/dp2-ep2", "tp2-dp2"]], {"micro_batches": 1}),
+        longer("qwen3_moe", [["tp4", "dp2-tp2/ep2-tp2", "dp4/dp2-ep2", "tp2-dp2"]], {"micro_batches": 1}),
         # A first stage without experts' scores of the last, and micro-batches of different balance.
         ("mixtral", [["dp2", "tp2"], ["sdp2/ep2+rc", "dp2"]], {"micro_batches": 4, **_PADDED}),
         longer("qwen2_moe", [["tp2"], ["dp2", "dp2/ep2", "tp2"]], {"schedule": "gpipe", **_PADDED}),

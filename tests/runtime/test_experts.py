@@ -38,7 +38,7 @@ _CLIPPED = {"clip": 0.5}
         longer("mixtral", [["dp4", "dp4", "dp4/ep4", "dp4"]], {}),
         # Beside TP: tokens divided among TP ranks, experts split by TP, or both kinds of layers next to each other.
         ("qwen3_moe", [["dp2-tp2", "dp2-tp2/ep4", "dp2-tp2/ep2-tp2", "tp4"]], _CLIPPED),
-        ("qwen3_moe", [["tp2-dp2", "tp2-dp2/ep2-dp2+rc", "tp2-dp2/tp2-ep2", "dp4"]], {}),
+        longer("qwen3_moe", [["tp2-dp2", "tp2-dp2/ep2-dp2+rc", "tp2-dp2/tp2-ep2", "dp4"]], {}),
         longer("qwen3_moe", [["dp4", "sdp2-tp2/sdp2-ep2", "dp2-tp2/ep2-sdp2+rc", "dp4"]], _FP32),
         longer("qwen3_moe", [["dp4", "dp2-tp2", "sdp2-tp2/ep2-tp2", "dp4"]], {"micro_batches": 4, "batch": 16}),
         # In a pipeline.
@@ -53,7 +53,7 @@ _CLIPPED = {"clip": 0.5}
         longer("deepseek_v3", [["dp2", "tp2"], ["tp2/ep2", "dp2"]], _FP32),
         # Biases; tokens for two of the four experts only, so that some ranks get none.
         ("gpt_oss", [["dp4", "dp4/ep4", "sdp4/sdp2-ep2+rc", "dp4"]], _SKEWED),
-        ("gpt_oss", [["dp4", "dp2-tp2/ep4", "dp4/dp2-ep2", "dp4"]], {**_SKEWED, **_FP32}),
+        longer("gpt_oss", [["dp4", "dp2-tp2/ep4", "dp4/dp2-ep2", "dp4"]], {**_SKEWED, **_FP32}),
         longer("gpt_oss", [["dp4", "dp2-tp2/ep2-dp2", "tp4/ep4", "dp4"]], {}),
     ],
 )

@@ -39,11 +39,11 @@ def _model(kind: str, name: str) -> nn.Module:
     [
         ("qwen3", "Qwen3ForCausalLM"),
         longer("mistral", "MistralForCausalLM"),
-        ("gemma3_text", "Gemma3ForCausalLM"),
+        longer("gemma3_text", "Gemma3ForCausalLM"),
         ("olmo2", "Olmo2ForCausalLM"),
-        ("phi3", "Phi3ForCausalLM"),
+        longer("phi3", "Phi3ForCausalLM"),
         ("gpt_neox", "GPTNeoXForCausalLM"),
-        ("deepseek_v2", "DeepseekV2ForCausalLM"),
+        longer("deepseek_v2", "DeepseekV2ForCausalLM"),
         longer("deepseek_v3", "DeepseekV3ForCausalLM"),
         ("qwen3_moe", "Qwen3MoeForCausalLM"),
         longer("mixtral", "MixtralForCausalLM"),
@@ -79,7 +79,7 @@ def _not_summed(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     ("kind", "name", "broken"),
     [
         ("qwen3", "Qwen3ForCausalLM", _without(PartialGradients)),
-        ("qwen3", "Qwen3ForCausalLM", _not_summed),
+        longer("qwen3", "Qwen3ForCausalLM", _not_summed),
         ("qwen3_moe", "Qwen3MoeForCausalLM", _packed_as_plain),
         ("qwen3_moe", "Qwen3MoeForCausalLM", _experts_enter_for_nothing),
         ("deepseek_v2", "DeepseekV2ForCausalLM", _without(SharedKey)),

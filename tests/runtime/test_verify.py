@@ -149,10 +149,12 @@ def test_gradients_averaged_instead_of_summed_are_found(mutant: str) -> None:
     assert re.search("gradients of .* parameters differ", found[0])
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     assert ranks(4).run(_left_behind, _plan(_PIPELINE)) == [(0, True)] * 4
 
 
+@pytest.mark.slow
 def test_parallelize_checks_unknown_families_unless_told_not_to() -> None:
     plan = _plan([["dp4"] * 6])
     assert all("does not train as the stock model" in said for said in ranks(4).run(_built, plan, None))

@@ -61,6 +61,7 @@ def test_a_stopped_rank_is_found_and_named(tmp_path: Path, rank: int) -> None:
     assert RankFailure.exit_status in codes
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_back_is_told_from_those_that_wait(tmp_path: Path) -> None:
     job = Job(tmp_path, plan_of(*_MIXED), _ENDLESS, fail_at, 1, 3, stall)
     codes = job.wait(60)
@@ -89,6 +90,7 @@ def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
     assert job.metrics()[-1]["step"] == outcome["step"]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_any_weight_changes(tmp_path: Path) -> None:
     job = Job(tmp_path, plan_of(*_STAGES, micro_batches=2), Settings(steps=6, save_every=1), fail_at, 2, 4, spoil)
     assert job.wait() == [NonFinite.exit_status] * 4, job.logs()

@@ -66,7 +66,7 @@ def test_equals_brute_force(seed: int) -> None:
     assert binding >= 20, "the instances test too little: memory seldom decides"
 
 
-@pytest.mark.parametrize("trials", [40, longer(120)])
+@pytest.mark.parametrize("trials", [15, longer(120)])
 def test_equals_brute_force_where_stages_share_cores(trials: int) -> None:
     """The pace of a pipeline then depends on the mean of its stages too; contentions are whole, so that it is exact."""
     feasible = deep = 0
@@ -87,6 +87,7 @@ def test_equals_brute_force_where_stages_share_cores(trials: int) -> None:
     assert deep >= trials // 8, "pipelines seldom win, so the comparison proves little"
 
 
+@pytest.mark.slow
 def test_equals_brute_force_where_sequences_are_divided() -> None:
     """Layers with and without sequence parallelism side by side: gathering between them must be charged, and layers
     that have no sequence to divide must not take it."""
@@ -215,7 +216,7 @@ def _best_pipeline(problem: Problem) -> Fraction:
 # ------------------------------------------------------------------------------------------------------- the promises
 
 
-@pytest.mark.parametrize("trials", [25, longer(60)])
+@pytest.mark.parametrize("trials", [10, longer(60)])
 def test_more_memory_is_never_slower(trials: int) -> None:
     """A user who buys memory must not get a slower plan: throughput rises with the budget, step by step."""
     rises = 0
@@ -229,7 +230,7 @@ def test_more_memory_is_never_slower(trials: int) -> None:
     assert rises > trials // 2
 
 
-@pytest.mark.parametrize("trials", [25, longer(60)])
+@pytest.mark.parametrize("trials", [10, longer(60)])
 def test_a_larger_space_is_never_slower(trials: int) -> None:
     """More kinds, pipelines, switches or batches: whatever the smaller space finds is in the larger one too."""
     rises = 0
@@ -277,7 +278,9 @@ def _best_by_rule(problem: Problem, rule: CutRule) -> Fraction:
     return Fraction(expected.batch, expected.iteration_ns) if expected else Fraction(0)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in CutRule if rule is not CutRule.EXACT])
+@pytest.mark.parametrize(
+    "rule", [rule if rule is CutRule.MEMORY else longer(rule) for rule in CutRule if rule is not CutRule.EXACT]
+)
 def test_cuts_by_a_rule_are_optimal_for_the_rule_and_never_beat_exact_cuts(rule: CutRule) -> None:
     slower = 0
     for trial in range(40):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch.distributed import ProcessGroup
-from torch.library import CustomOpDef
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
