@@ -41,7 +41,10 @@ def command(
         bool | None,
         typer.Option("--pack/--no-pack", help="Several documents in a row, kept apart, or one (default: chat packed)."),
     ] = None,
-    weights: Annotated[str | None, typer.Option(help="Folder of safetensors to start from.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Folder of safetensors to start from (default: MODEL, if it has some).")
+    ] = None,
+    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")] = False,
     adapters: Annotated[str | None, typer.Option(help="Folder of LoRA adapters, as peft's, to start from.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Highest (3e-4).")] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
@@ -96,6 +99,8 @@ def command(
         "tensorboard": tensorboard or None,
         "wandb": wandb,
     }
+    if not resume:
+        said |= _from_folder(model, said, from_scratch=from_scratch)
     for name, value in (("devices", devices), ("max-restarts", max_restarts)):
         if value is not None and value < (1 if name == "devices" else 0):
             raise InvalidInput(f"{name}: {value} given; expected at least {1 if name == 'devices' else 0}")
@@ -112,6 +117,25 @@ def command(
         replan=replan,
     )
     train(asked, Screen(plan=_show, say=lambda text: opt.show(text), measuring=shown_progress))
+
+
+def _from_folder(model: str | None, said: dict[str, Any], *, from_scratch: bool) -> dict[str, str]:
+    """The weights and the tokenizer in a model's own folder, where nothing else is said."""
+    if from_scratch and said["weights"] is not None:
+        raise InvalidInput("--from-scratch and --weights exclude each other; leave one of them out")
+    folder = Path(model) if model is not None else Path()
+    if model is None or not folder.is_dir():
+        return {}
+    found: dict[str, str] = {}
+    if said["weights"] is None and not from_scratch and any(folder.glob("*.safetensors")):
+        found["weights"] = model
+    needs_one = said["data"] not in (None, "synthetic")
+    if said["tokenizer"] is None and needs_one and (folder / "tokenizer.json").is_file():
+        found["tokenizer"] = model
+    for name in found:
+        other = "--from-scratch starts from random ones" if name == "weights" else "--tokenizer names another"
+        opt.show(f"{name}: those of {model}; {other}" if name == "weights" else f"{name}: that of {model}; {other}")
+    return found
 
 
 def _settings(out: Path, said: dict[str, Any], resume: bool) -> Settings:
