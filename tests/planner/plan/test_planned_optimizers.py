@@ -60,3 +60,9 @@ def test_what_cannot_be_meant_is_refused() -> None:
         galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="lion")
     with pytest.raises(InvalidInput, match="--paper means optimizer adamw"):
         galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="sgd", paper=True)
+
+
+def test_images_are_for_models_that_read_them() -> None:
+    """A model of text would be planned as if nothing was said."""
+    with pytest.raises(galvatron.InvalidInput, match="image-size: 448 given, but llama3-8b reads no images"):
+        galvatron.plan("llama3-8b", "h100-8", batch=64, image_size=448)

@@ -73,9 +73,10 @@ def request_for(
     if isinstance(model, ModelSpec):
         _reject_tuning(training, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
-    if training.image_size is not None and known.training.image_size != training.image_size:
+    seen = known.training.image_size if known.training.image_tokens is not None else None
+    if training.image_size is not None and seen != training.image_size:
         raise InvalidInput(
-            f"image_size: {training.image_size} given, but {known.name} reads no images beside text, or was described "
+            f"image-size: {training.image_size} given, but {known.name} reads no images beside text, or was described "
             "without; leave it out, or describe the model with a batch that has images"
         )
     # Its layers' sizes depend on neither.
