@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from galvatron import cli
+from galvatron import InvalidInput, cli
 from galvatron.train import start
 from galvatron.train.settings import Settings
 from galvatron.train.start import Asked
@@ -54,8 +54,12 @@ def test_names_and_folders_without_weights_start_anew(folder: Path, monkeypatch:
     assert _asked(monkeypatch, "bert-base").weights is None
 
 
-def test_both_are_a_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["galvatron", "train", str(folder), "--from-scratch", "--weights", "x"])
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("other", [["--weights", "x"], ["--resume"]])
+def test_both_are_a_mistake(
+    folder: Path, other: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["galvatron", "train", str(folder), "--from-scratch", *other])
+    with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert "--from-scratch and --weights exclude each other" in capsys.readouterr().err
+    assert stop.value.code == InvalidInput.exit_status
+    assert "exclude each other" in capsys.readouterr().err

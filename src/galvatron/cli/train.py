@@ -99,6 +99,8 @@ def command(
         "tensorboard": tensorboard or None,
         "wandb": wandb,
     }
+    if resume and from_scratch:
+        raise InvalidInput("--resume and --from-scratch exclude each other; a resumed run has its weights")
     if not resume:
         said |= _from_folder(model, said, from_scratch=from_scratch)
     for name, value in (("devices", devices), ("max-restarts", max_restarts)):
