@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from torch._inductor import config as inductor
 
 import galvatron
 from galvatron.core.spec import Training
-from galvatron.runtime.compiled import compiler, why_not
+from galvatron.families.layer import Activations, Layer
+from galvatron.runtime import compiled
+from galvatron.runtime.compiled import Compiler, compiler, why_not
 
 pytestmark = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
 
@@ -90,3 +94,42 @@ def test_dropout_draws_the_same_again(strategy: str) -> None:
     without = _case("gpt2", [strategy] * 4)
     whole = ranks(2).run(_dropping, without, plan_for(without), first_weights(without), batches(without))
     assert whole[0] != pytest.approx(found[0], rel=1e-3)
+
+
+class _Doubled(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class _Block(Layer):
+    def __init__(self) -> None:
+        super().__init__("block", {"block": ("block", _Doubled(4, 4))})
+
+    def forward(self, activations: Activations, context: object) -> Activations:
+        return (self.block(activations[0]),)
+
+
+def test_what_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_fx", SimpleNamespace(compile_fx=fails))
+    own, layer, given = Compiler(), _Block(), torch.randn(2, 4)
+    expected = layer.block(given)
+    own.compile(layer)
+    (found,) = layer((given,), None)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert own.failures == ["RuntimeError: no such kernel"]
+    assert "is not compiled and runs as it is: RuntimeError: no such kernel" in caplog.text
+
+
+def test_without_a_compiler_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "why_not", lambda device: "no compiler is found")
+    assert not compiled.compiles(True, torch.device("cpu"))
+    assert "layers are not compiled: no compiler is found" in caplog.text
+    caplog.clear()
+    assert not compiled.compiles(False, torch.device("cpu"))
+    assert not caplog.text
