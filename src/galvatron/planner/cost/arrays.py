@@ -170,6 +170,9 @@ class StrategyArrays:
     own: Bools
     """Whether the experts have axes of their own."""
     recompute: Bools
+    selective_recompute: Bools
+    recompute_but_attention: Bools
+    offload: Bools
     fused_loss: Bools
     sequence_parallel: Bools
     zero2: Bools
