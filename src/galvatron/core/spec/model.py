@@ -26,6 +26,7 @@ __all__ = [
     "Attention",
     "Experts",
     "FusedLoss",
+    "Kept",
     "LayerSpec",
     "ModelSpec",
     "Precision",
@@ -172,6 +173,20 @@ class FusedLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a layer keeps beside its input where all but some results are recomputed, and what is then done again."""
+
+    split_bytes: int
+    """Of one sample, divided by TP."""
+    replicated_bytes: int = 0
+    """Whole on each tensor-parallel rank (sequence parallelism divides these too)."""
+    sent_bytes: int = 0
+    """The same, of results of collectives, which are kept where there is TP."""
+    flops: int
+    """Operations that are done again; part of forward's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One layer: what the search decides about. Sizes are for one sample; embeddings and heads are layers too."""
 
@@ -203,6 +218,10 @@ class LayerSpec:
     """None: all of its parameters train, and it has no adapters."""
     fused_loss: FusedLoss | None = None
     """None: the layer has no loss that could be fused."""
+    selective: Kept | None = None
+    """With selective recompute; None: there is nothing to select, or nobody knows."""
+    but_attention: Kept | None = None
+    """With recompute of all but attention; None: it has no fused attention, or nobody knows."""
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -233,7 +252,7 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "fused_loss", "tuning"):
+        for name in ("experts", "fused_loss", "tuning", "selective", "but_attention"):
             if facts[name] is None:
                 del facts[name]
         return facts
@@ -270,6 +289,15 @@ class LayerSpec:
         """Whether the layer has sequences to divide, and the degree divides their lengths."""
         lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
         return bool(lengths) and all(length % degree == 0 for length in lengths)
+
+    def allows_grade(self, strategy: Strategy) -> bool:
+        """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
+        results can be kept are offloaded: others have little to offload. What experts with axes of their own keep is
+        not known."""
+        if not strategy.graded:
+            return True
+        facts = self.but_attention if strategy.recompute_but_attention else self.selective
+        return facts is not None and not strategy.experts
 
     def allows_experts(self, strategy: Strategy) -> bool:
         """Whether the axes of a strategy's experts divide the layer's experts; without such axes any layer goes. TP
@@ -320,6 +348,7 @@ class ModelSpec:
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and kind.allows_experts(strategy)
             and (not strategy.fused_loss or kind.fused_loss is not None)
+            and kind.allows_grade(strategy)
         )
 
     @cached_property

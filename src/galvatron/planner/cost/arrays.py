@@ -19,13 +19,14 @@ from galvatron.core.spec import (
     Axis,
     Cluster,
     FusedLoss,
+    Kept,
     Kind,
     LayerSpec,
     ModelProfile,
     ModelSpec,
     Strategy,
 )
-from galvatron.core.spec.tuning import Tuning
+from galvatron.core.spec.tuning import Tuning, stock_kind
 from galvatron.planner.cost.communication import Floats, GroupLinks
 from galvatron.planner.cost.layer_times import measured_times
 
@@ -33,6 +34,7 @@ __all__ = [
     "Bools",
     "ExpertColumns",
     "ExpertGroups",
+    "GradeColumns",
     "Integers",
     "LayerArrays",
     "LossColumns",
@@ -84,6 +86,22 @@ class LossColumns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GradeColumns:
+    """What each kind of layer keeps beside its input where some results are kept, and what that costs; zero for others.
+    """
+
+    split_bytes: Floats
+    replicated_bytes: Floats
+    sent_bytes: Floats
+    measured_bytes: Floats
+    """With the input, on one device without TP; not a number where it was not measured."""
+    share: Floats
+    """Of forward, for each sample: of its operations, or of its time as measured."""
+    fixed_s: Floats
+    """However few the samples; not a number where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerArrays:
     """The model's kinds of layer as columns; sizes for one sample."""
 
@@ -125,6 +143,8 @@ class LayerArrays:
     tp_message_bytes: Floats
     experts: ExpertColumns
     fused: LossColumns
+    selective: GradeColumns
+    but_attention: GradeColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
@@ -133,7 +153,7 @@ class LayerArrays:
         """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
 
         def taken(table: Any) -> Any:
-            if isinstance(table, ExpertColumns | LossColumns):
+            if isinstance(table, ExpertColumns | LossColumns | GradeColumns):
                 return type(table)(**{each.name: taken(getattr(table, each.name)) for each in fields(table)})
             return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
 
@@ -261,6 +281,8 @@ def layer_arrays(
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
         fused=_loss_columns(model, cluster, profile),
+        selective=_grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
+        but_attention=_grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -315,6 +337,27 @@ def _loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | No
         parameters=parameters,
         gradient_bytes=parameters * model.training.precision.bytes,
         chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
+    )
+
+
+def _grade_columns(
+    kinds: Sequence[LayerSpec], facts: Sequence[Kept | None], profile: ModelProfile | None, grade: str
+) -> GradeColumns:
+    kept = [own or Kept(split_bytes=0, flops=0) for own in facts]
+    names = [stock_kind(kind.name) if kind.tuning else kind.name for kind in kinds]
+    measured = [profile.grade_of(name, grade) if profile else None for name in names]
+
+    def column(values: Sequence[float]) -> Floats:
+        return np.array(values, dtype=np.float64)[:, None]
+
+    counted = [own.flops / max(kind.forward_flops, 1) for kind, own in zip(kinds, kept, strict=True)]
+    return GradeColumns(
+        split_bytes=column([own.split_bytes for own in kept]),
+        replicated_bytes=column([own.replicated_bytes for own in kept]),
+        sent_bytes=column([own.sent_bytes for own in kept]),
+        measured_bytes=column([own.activation_bytes if own else np.nan for own in measured]),
+        share=column([own.share if own else share for own, share in zip(measured, counted, strict=True)]),
+        fixed_s=column([own.fixed_s if own else np.nan for own in measured]),
     )
 
 
