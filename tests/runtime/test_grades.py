@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from longer import longer
 from oracle import Case
 from parity import check
 from small_models import config

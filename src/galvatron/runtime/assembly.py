@@ -140,9 +140,9 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
-        if self.settings.compile and not sums_rows(self.layered):
-            if compiler().compile(layer, grade_of(strategy)):
-                stage_layer.saving.selective = None
+        compiles = self.settings.compile and not sums_rows(self.layered)
+        if compiles and compiler().compile(layer, grade_of(strategy)):
+            stage_layer.saving.selective = None
         return stage_layer
 
     def _saving(self, strategy: Strategy) -> Saving:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from galvatron.families.layer import Layer
-from galvatron.runtime.selective import Grade, Marks
+from galvatron.runtime.selective import Grade, mark
 
 __all__ = ["Compiler", "compiler", "compiles", "why_not"]
 
@@ -65,7 +65,7 @@ class Compiler:
         self.graphs += 1
         try:
             # Backward at once, so that what fails there fails here.
-            marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=Marks(grade))
+            marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=_marks(grade))
             with functorch.patch(force_non_lazy_backward_lowering=True), marks:
                 made: Any = compile_fx(graph, inputs)
         except Exception as error:
@@ -77,6 +77,20 @@ class Compiler:
         self.seconds += time.perf_counter() - begin
         compiled: Callable[..., Any] = made
         return compiled
+
+
+def _marks(grade: Grade) -> Any:
+    """A pass over graphs, with its part in the key under which they are kept on disk."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Marks(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            mark(graph, grade)
+
+        def uuid(self) -> str:
+            return f"galvatron-{grade}-1"
+
+    return Marks()
 
 
 @cache

@@ -7,6 +7,7 @@ compiled, the same rule marks the nodes of its graph, and the compiler divides t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Strategy
 
-__all__ = ["SENT", "Grade", "Marks", "Selective", "grade_of", "is_kept", "keeping"]
+__all__ = ["SENT", "Grade", "Selective", "grade_of", "is_kept", "keeping", "mark"]
 
 SENT = "sent_"
 """How the names of our own operations begin whose results come from other ranks: they are kept."""
@@ -145,7 +145,7 @@ class _Results:
 
 class _Keeping(TorchDispatchMode):
     def __init__(self, results: _Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results, self._grade = results, results.selective.grade
         self._drawn = False
 
@@ -171,7 +171,7 @@ class _Keeping(TorchDispatchMode):
 
 class _GivingBack(TorchDispatchMode):
     def __init__(self, results: _Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._results, self._grade = results, results.selective.grade
         self._place, self._drawn = 0, 0
         self._any_drawn = False
@@ -181,7 +181,7 @@ class _GivingBack(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         selective = self._results.selective
         selective.needed = max(selective.needed or 0, self._place)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._any_drawn and _draws(function):
@@ -229,24 +229,16 @@ def _generator(args: Any) -> torch.Generator:
     return torch.default_generator
 
 
-class Marks(CustomGraphPass):  # type: ignore[misc]
-    """Marks the nodes of a graph of forward and backward, so that the compiler keeps by the same rule."""
-
-    def __init__(self, grade: Grade) -> None:
-        self._grade = grade
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op != "call_function" or node.meta.get("partitioner_tag") in _BACKWARD or _draws(node.target):
-                continue
-            source = node.args[0] if "getitem" in str(node.target) and isinstance(node.args[0], fx.Node) else node
-            keep = is_kept(source.target, self._grade)
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-            node.meta["ac_graph_id"] = 1
-
-    def uuid(self) -> Any:
-        """Part of the key under which compiled graphs are kept on disk."""
-        return f"galvatron-{self._grade}-1"
+def mark(graph: fx.Graph, grade: Grade) -> None:
+    """Mark the nodes of a graph of forward and backward, so that the compiler keeps by the same rule. What draws random
+    numbers is left to it."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta.get("partitioner_tag") in _BACKWARD or _draws(node.target):
+            continue
+        source = node.args[0] if node.target is operator.getitem else node
+        keep = isinstance(source, fx.Node) and is_kept(source.target, grade)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["ac_graph_id"] = 1
 
 
 _BACKWARD = frozenset({"is_backward", "must_be_in_backward"})

@@ -14,19 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.core.spec import (
-    GRADIENT_BYTES,
     LAYER_SWITCHES,
     Axis,
     Cluster,
-    FusedLoss,
-    Kept,
     Kind,
     LayerSpec,
     ModelProfile,
     ModelSpec,
     Strategy,
 )
-from galvatron.core.spec.tuning import Tuning, stock_kind
+from galvatron.core.spec.tuning import Tuning
+from galvatron.planner.cost.columns import GradeColumns, LossColumns, grade_columns, loss_columns
 from galvatron.planner.cost.communication import Floats, GroupLinks
 from galvatron.planner.cost.layer_times import measured_times
 
@@ -34,10 +32,8 @@ __all__ = [
     "Bools",
     "ExpertColumns",
     "ExpertGroups",
-    "GradeColumns",
     "Integers",
     "LayerArrays",
-    "LossColumns",
     "Places",
     "StrategyArrays",
     "expert_groups",
@@ -70,35 +66,6 @@ class ExpertColumns:
     rest_forward_s: Floats
     """(T, S) … and the part outside them."""
     rest_backward_s: Floats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossColumns:
-    """What each kind of layer has whose loss can be fused; zero for others."""
-
-    logits: Floats
-    saved_bytes: Floats
-    parameters: Floats
-    gradient_bytes: Floats
-    """Of the projection's weight, as it is kept."""
-    chunk_s: Floats
-    """Reading and writing the sum of that gradient once, in fp32; zero where a profile has it in its times."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradeColumns:
-    """What each kind of layer keeps beside its input where some results are kept, and what that costs; zero for others.
-    """
-
-    split_bytes: Floats
-    replicated_bytes: Floats
-    sent_bytes: Floats
-    measured_bytes: Floats
-    """With the input, on one device without TP; not a number where it was not measured."""
-    share: Floats
-    """Of forward, for each sample: of its operations, or of its time as measured."""
-    fixed_s: Floats
-    """However few the samples; not a number where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,9 +247,9 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
-        fused=_loss_columns(model, cluster, profile),
-        selective=_grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
-        but_attention=_grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
+        fused=loss_columns(model, cluster, profile),
+        selective=grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
+        but_attention=grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -323,41 +290,6 @@ def _expert_columns(
         backward_s=backward_s * inside,
         rest_forward_s=forward_s * (1 - share),
         rest_backward_s=backward_s * (1 - share),
-    )
-
-
-def _loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:
-    measured = {time.layer for time in profile.times if time.fused_loss} if profile else set()
-    counted = np.array([[kind.name not in measured] for kind in model.kinds])
-    facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
-    parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
-    return LossColumns(
-        logits=np.array([[own.logits] for own in facts], dtype=np.float64),
-        saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
-        parameters=parameters,
-        gradient_bytes=parameters * model.training.precision.bytes,
-        chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
-    )
-
-
-def _grade_columns(
-    kinds: Sequence[LayerSpec], facts: Sequence[Kept | None], profile: ModelProfile | None, grade: str
-) -> GradeColumns:
-    kept = [own or Kept(split_bytes=0, flops=0) for own in facts]
-    names = [stock_kind(kind.name) if kind.tuning else kind.name for kind in kinds]
-    measured = [profile.grade_of(name, grade) if profile else None for name in names]
-
-    def column(values: Sequence[float]) -> Floats:
-        return np.array(values, dtype=np.float64)[:, None]
-
-    counted = [own.flops / max(kind.forward_flops, 1) for kind, own in zip(kinds, kept, strict=True)]
-    return GradeColumns(
-        split_bytes=column([own.split_bytes for own in kept]),
-        replicated_bytes=column([own.replicated_bytes for own in kept]),
-        sent_bytes=column([own.sent_bytes for own in kept]),
-        measured_bytes=column([own.activation_bytes if own else np.nan for own in measured]),
-        share=column([own.share if own else share for own, share in zip(measured, counted, strict=True)]),
-        fixed_s=column([own.fixed_s if own else np.nan for own in measured]),
     )
 
 

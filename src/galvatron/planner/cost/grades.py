@@ -65,7 +65,8 @@ def graded_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, d
     full = full_activation_bytes(layers, strategies)
     dropped = samples * (full - graded_bytes(full, layers, strategies))
     moved = strategies.selective_recompute * np.isnan(layers.selective.fixed_s)
-    return layers.has_backward * (seconds + moved * 2 * dropped / device.memory_bytes_per_s)
+    total: Floats = layers.has_backward * (seconds + moved * 2 * dropped / device.memory_bytes_per_s)
+    return total
 
 
 def offload_s(
@@ -76,4 +77,5 @@ def offload_s(
         return np.zeros((1, 1))
     copy = strategies.offload * layers.has_backward * samples * full_activation_bytes(layers, strategies)
     waiting = [np.maximum(copy / device.host_bytes_per_s - computing, 0.0) for computing in beside]
-    return strategies.offload * (waiting[0] + waiting[1])
+    total: Floats = strategies.offload * (waiting[0] + waiting[1])
+    return total

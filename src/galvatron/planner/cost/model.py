@@ -341,4 +341,8 @@ def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
         return False
     if not strategy.experts:
         return cost.model.allows(kind, strategy)
-    return kind.allows_grade(strategy) and kind.experts is not None and cost.model.allows(kind, replace(strategy, experts=()))
+    return (
+        kind.allows_grade(strategy)
+        and kind.experts is not None
+        and cost.model.allows(kind, replace(strategy, experts=()))
+    )

@@ -42,8 +42,10 @@ class Routing:
         ranks = group.size()
         here = count // ranks
         sending = chosen.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
-        receiving = _counts_node(sending, group.group_name) if keeping() else collectives.all_to_all(sending, None, None, group)
-        receiving = receiving.view(ranks, here)
+        if keeping():
+            receiving = _counts_node(sending, group.group_name).view(ranks, here)
+        else:
+            receiving = collectives.all_to_all(sending, None, None, group).view(ranks, here)
         # The one place where the processor waits for the device.
         sent, received = torch.stack([sending.view(ranks, here).sum(1), receiving.sum(1)]).tolist()
         numbers = torch.arange(here, device=index.device).repeat(ranks)

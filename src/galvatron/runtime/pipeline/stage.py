@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.batches import MicroBatch
@@ -71,10 +71,10 @@ class StageLayer(nn.Module):
                 return run(*activations)
         if not saving.recompute and saving.selective is None:
             return run(*activations)
-        contexts = {} if saving.selective is None else {"context_fn": saving.selective.contexts}
+        contexts = noop_context_fn if saving.selective is None else saving.selective.contexts
         # The layer seeds its generator itself, so no state needs to be stashed.
         recomputed: Activations = checkpoint(
-            run, *activations, use_reentrant=False, preserve_rng_state=False, **contexts
+            run, *activations, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
         return recomputed
 
