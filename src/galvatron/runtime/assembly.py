@@ -140,8 +140,10 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
+        # What breaks a graph would be kept whole between its parts.
+        broken = layer.experts is not None or (randomness is not None and tensor is not None)
         compiles = self.settings.compile and not sums_rows(self.layered)
-        if compiles and compiler().compile(layer, grade_of(strategy)):
+        if compiles and not (broken and grade_of(strategy)) and compiler().compile(layer, grade_of(strategy)):
             stage_layer.saving.selective = None
         return stage_layer
 
