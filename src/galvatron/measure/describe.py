@@ -338,7 +338,7 @@ def _kept(work: Work, counter: FlopCounterMode) -> dict[Grade, tuple[int, int]]:
     # torch's counter does not know products of experts, which are kept.
     again = {
         Grade.PRODUCTS: again_flops(counts, Grade.PRODUCTS),
-        Grade.ATTENTION: again_flops(counts, Grade.ATTENTION) + work.flops,
+        Grade.ATTENTION: again_flops(counts, Grade.ATTENTION) + work.flops - work.unneeded_flops,
     }
     least = {Grade.PRODUCTS: work.products >= _LEAST_PRODUCTS, Grade.ATTENTION: work.kept(Grade.ATTENTION) > 0}
     return {grade: (work.kept(grade), again[grade]) for grade in Grade if least[grade]}

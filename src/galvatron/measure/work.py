@@ -37,8 +37,8 @@ class Work(TorchDispatchMode):
         self.largest = 0
         self._left_out = given | {storage_of(own) for own in parameters}
         self._saved: dict[int, Tensor] = {}
-        self._results: list[tuple[bool, int]] = []
-        """Of what selective recompute keeps, in order: whether it is attention's, and its bytes."""
+        self._results: list[tuple[bool, int, int]] = []
+        """Of what selective recompute keeps, in order: whether it is attention's, its bytes, and its operations."""
         self._needed = 0
         """Of these, how many come before something that is saved."""
 
@@ -48,7 +48,12 @@ class Work(TorchDispatchMode):
 
     def kept(self, grade: Grade) -> int:
         """Bytes of the results that this grade of recompute keeps."""
-        return sum(size for attends, size in self._results[: self._needed] if attends or grade is Grade.PRODUCTS)
+        return sum(size for attends, size, _ in self._results[: self._needed] if attends or grade is Grade.PRODUCTS)
+
+    @property
+    def unneeded_flops(self) -> int:
+        """Operations of the products behind all that is saved, which recompute does not come to."""
+        return sum(flops for _, _, flops in self._results[self._needed :])
 
     @property
     def products(self) -> int:
@@ -68,7 +73,9 @@ class Work(TorchDispatchMode):
         if new:
             inputs = [own for place, own in taken.items() if place not in self._left_out]
             if is_kept(function, Grade.PRODUCTS):
-                self._results.append((is_kept(function, Grade.ATTENTION), sum(map(bytes_of, new))))
+                attends = is_kept(function, Grade.ATTENTION)
+                flops = 0 if attends else _product_flops(new, args)
+                self._results.append((attends, sum(map(bytes_of, new)), flops))
             self.largest = max(self.largest, sum(bytes_of(own) for own in (*new, *inputs) if own.is_floating_point()))
         return made
 
@@ -76,6 +83,12 @@ class Work(TorchDispatchMode):
         """Each row times the matrix of its expert: torch has neither shapes for all types nor counts for it."""
         self.flops += 2 * rows.numel() * weights.shape[-1]
         return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
+
+
+def _product_flops(made: list[Tensor], args: Any) -> int:
+    """Of a product of rows and a matrix, after a bias or not."""
+    rows = next(own for own in reversed(args[:-1]) if isinstance(own, Tensor) and own.ndim > 1)
+    return 2 * sum(own.numel() for own in made) * rows.shape[-1]
 
 
 def tensors_in(values: Any) -> list[Tensor]:

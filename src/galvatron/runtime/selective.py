@@ -151,7 +151,7 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._drawn and _draws(function):
-            self._results.states.append(_generator(args).get_state())
+            self._results.states.append(_generator(args, kwargs).get_state())
         made = function(*args, **(kwargs or {}))
         if is_kept(function, self._grade):
             self._keep(function, args, made)
@@ -185,7 +185,7 @@ class _GivingBack(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._any_drawn and _draws(function):
-            _generator(args).set_state(self._results.states[self._drawn])
+            _generator(args, kwargs).set_state(self._results.states[self._drawn])
             self._drawn += 1
         if not is_kept(function, self._grade):
             self._check_read(function, args, kwargs)
@@ -221,11 +221,12 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _generator(args: Any) -> torch.Generator:
+def _generator(args: Any, kwargs: Any) -> torch.Generator:
     """The default one of the device of an operation."""
-    device = next(own.device for own in tree_flatten(args)[0] if isinstance(own, Tensor))
+    given = (own.device for own in tree_flatten((args, kwargs))[0] if isinstance(own, Tensor))
+    device = torch.device((kwargs or {}).get("device") or next(given, "cpu"))
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
 
 
