@@ -95,6 +95,12 @@ def test_description_is_the_zoos(kind: str, attention: Attention, tmp_path: Path
         assert found.forward_flops == pytest.approx(known.forward_flops, rel=1e-9, abs=1e5)
         assert found.activation_bytes == pytest.approx(known.activation_bytes, rel=0.005, abs=10_000)
         assert known.transient_bytes <= found.transient_bytes < 4 * known.transient_bytes + 2 * known.boundary_bytes
+        for ours, theirs in ((found.selective, known.selective), (found.but_attention, known.but_attention)):
+            assert (ours is None) == (theirs is None), found.name
+            if ours is not None and theirs is not None:
+                assert ours.flops == pytest.approx(theirs.flops, rel=1e-9, abs=1e5)
+                kept = [own.split_bytes + own.replicated_bytes for own in (ours, theirs)]
+                assert kept[0] == pytest.approx(kept[1], rel=0.005)
         if kind == "llama":  # which has a plan in transformers
             assert found.tensor_parallel is not None
             assert known.tensor_parallel is not None

@@ -284,7 +284,7 @@ def test_the_last_product_is_not_kept_once_that_is_known() -> None:
 def test_each_storage_goes_to_the_host_once_and_comes_back_a_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 0)
     host = HostMemory(torch.device("cpu"))
-    layers, given = [_Small().double() for _ in range(3)], torch.randn(4, 16, dtype=torch.float64)
+    layers, given = [_Small().double() for _ in range(5)], torch.randn(4, 16, dtype=torch.float64)
     mask = torch.ones(4, 16, dtype=torch.float64)
     order: list[str] = []
     restored, fetch = offload._View.restored, offload._Moved.fetch
@@ -325,8 +325,12 @@ def test_each_storage_goes_to_the_host_once_and_comes_back_a_layer_ahead(monkeyp
         hidden.sum().backward()
         gradients.append([own.grad.clone() for layer in layers for own in layer.parameters()])  # type: ignore[union-attr]
     assert equal(*gradients)
-    assert order.index("fetch 1") < order.index("use 1")
-    assert max(place for place, what in enumerate(order) if what == "fetch 0") < order.index("use 1")
+    last = {number: max(place for place, what in enumerate(order) if what == f"fetch {number}") for number in (0, 1, 2)}
+    first = {number: order.index(f"use {number}") for number in range(5)}
+    assert not {"fetch 3", "fetch 4"} & set(order), "the last two are still there"
+    assert last[2] < first[3]
+    assert last[1] < first[2]
+    assert last[0] < first[1]
     assert len({own._was.cdata for own in alive}) == len(alive), "a storage was copied twice"
     assert mask.untyped_storage()._cdata not in {own._was.cdata for own in alive}
     assert host.moved_bytes == sum(len(own._host) for own in alive) > 0

@@ -2,11 +2,16 @@
 
 On CUDA two streams of their own copy, from and to pinned memory; elsewhere a copy is made at once. What is copied are
 whole storages, each once, however many views of it a layer saves.
+
+A layer's tensors leave the device when the layer after the next begins, which waits for their copies: so what one layer
+saved is on its way while the next one computes, and no more than that. The last two are still there when backward
+begins. No stream is recorded with the allocator: it would keep memory as long as the processor is ahead of the device.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
@@ -19,6 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["LEAST_BYTES", "HostMemory"]
 
+_ON_THE_WAY = 1
+"""Layers whose tensors are copied while the next one computes."""
 LEAST_BYTES = 1 << 16
 """What is smaller stays: starting a copy takes longer than it is worth."""
 
@@ -32,6 +39,8 @@ class HostMemory:
         """Copied to the host so far."""
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         """There and back: a copy there must not wait for one back."""
+        self._leaving: deque[weakref.ref[_Pass]] = deque()
+        """Layers whose tensors are still on the device, the oldest first."""
         self._last: weakref.WeakValueDictionary[tuple[int, int], _Pass] = weakref.WeakValueDictionary()
         """Of each micro-batch, the layer whose forward was last: its backward is first."""
 
@@ -43,6 +52,11 @@ class HostMemory:
         stays = {_number(own) for own in (*parameters, *_tensors(given))}
         own = _Pass(self, stays, self._last.get(step))
         self._last[step] = own
+        self._leaving.append(weakref.ref(own))
+        while len(self._leaving) > _ON_THE_WAY + 1:
+            left = self._leaving.popleft()()
+            if left is not None:
+                left.release()
         return saved_tensors_hooks(own.pack, own.unpack)
 
 
@@ -90,6 +104,11 @@ class _Pass:
             self._moved.clear()  # from here on each is there as long as it is needed
         return kept.restored()
 
+    def release(self) -> None:
+        """Let go of what is on the device, when its copies are made."""
+        for moved in self._moved.values():
+            moved.release()
+
     def fetch(self) -> None:
         """Start all copies back."""
         for moved in self._moved.values():
@@ -105,39 +124,53 @@ class _Moved:
         self._streams, self._device = host.streams, storage.device
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=self._streams is not None)
-        self._here: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._here: Tensor | None = flat
+        self._copied: torch.cuda.Event | None = None
+        """Of the copy that was last, there or back, until the device's own stream has waited for it."""
         if self._streams is None:
             self._host.copy_(flat)
             return
         there, _ = self._streams
-        there.wait_stream(torch.cuda.current_stream(storage.device))
+        there.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(there):
             self._host.copy_(flat, non_blocking=True)
-        flat.record_stream(there)
+            self._copied = there.record_event()
+
+    def __del__(self) -> None:
+        self._wait()  # else others would get memory that a copy still writes to or reads
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+
+    def release(self) -> None:
+        """Let go of the storage on the device."""
+        self._wait()
+        self._here = None
 
     def fetch(self) -> None:
-        """Start the copy back."""
+        """Start the copy back, if it is gone."""
         if self._here is not None:
             return
         self._here = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
         if self._streams is None:
             self._here.copy_(self._host)
             return
-        there, back = self._streams
-        back.wait_stream(torch.cuda.current_stream(self._device))  # what had that memory before may still be read
-        back.wait_stream(there)
+        _, back = self._streams
+        # It has waited for the copy there, and what had that memory before may still be read.
+        back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(back):
             self._here.copy_(self._host, non_blocking=True)
-            self._arrived = back.record_event()
-        self._here.record_stream(back)
+            self._copied = back.record_event()
 
     def here(self) -> Tensor:
-        """The storage's bytes on the device again."""
+        """The storage's bytes on the device."""
+        returned = self._here is None or self._here.untyped_storage()._cdata != self._was.cdata
         self.fetch()
         assert self._here is not None
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        if returned:
+            self._wait()
         return self._here
 
 

@@ -132,3 +132,14 @@ def test_a_layer_of_which_nothing_is_known_is_kept_or_recomputed_whole() -> None
     model = ModelSpec(name="toy", family="custom", layers=(BLOCK,) * 4, training=Training())
     with pytest.raises(InvalidInput, match=r"'dp4\+rs' cannot run it.*nobody knows what it keeps"):
         priced(Request(model=model, cluster=CLUSTER, batch=8), [["dp4+rs"] * 4])
+
+
+def test_without_recompute_there_are_no_grades_of_it() -> None:
+    model = ModelSpec(name="toy", family="custom", layers=(_BLOCK,) * 4, training=Training())
+    assert request_for(model, CLUSTER, {}).effective_switches.selective_recompute
+    without = request_for(model, CLUSTER, {"recompute": False}).effective_switches
+    assert not without.selective_recompute
+    assert not without.recompute_but_attention
+    asked = request_for(model, CLUSTER, {"recompute": False, "selective_recompute": True}).effective_switches
+    assert asked.selective_recompute
+    assert not request_for(model, CLUSTER, {"paper": True}).effective_switches.selective_recompute

@@ -93,7 +93,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="rc",
                 title="recompute",
-                help="Recompute, chosen layer by layer.",
+                help="Recompute, chosen layer by layer; without it no grades of it.",
                 note="recomputed in backward",
                 remedy="keep only each layer's input and run forward again",
             )

@@ -43,6 +43,7 @@ class GradeColumns:
 
 
 def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:
+    """Of the kinds of layer whose loss can be fused."""
     measured = {time.layer for time in profile.times if time.fused_loss} if profile else set()
     counted = np.array([[kind.name not in measured] for kind in model.kinds])
     facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
@@ -59,6 +60,7 @@ def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
 def grade_columns(
     kinds: Sequence[LayerSpec], facts: Sequence[Kept | None], profile: ModelProfile | None, grade: str
 ) -> GradeColumns:
+    """Of the kinds of layer that can keep some results: counted, or as a profile measured them."""
     kept = [own or Kept(split_bytes=0, flops=0) for own in facts]
     names = [stock_kind(kind.name) if kind.tuning else kind.name for kind in kinds]
     measured = [profile.grade_of(name, grade) if profile else None for name in names]

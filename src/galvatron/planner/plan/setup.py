@@ -227,8 +227,11 @@ def _schedule(setup: Setup) -> Schedule:
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:
-    """The extensions: as said, else by default; in the paper's setting none."""
+    """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
+    grades either, unless asked for."""
     default = PAPER if setup.get("paper") else default_switches(cluster)
+    if setup.get("recompute") is False:
+        default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
     return replace(default, **said)
 
