@@ -169,7 +169,7 @@ _FOUR_STAGES = [["single"] * 2, ["single"] * 2, ["single"] * 2, ["single"] * 2]
     [
         longer("llava", _ONE, False, [_TOGETHER], 2),
         longer("llava", _ONE, False, [_WITH_TP], 1),
-        ("llava", _MIXED, True, _TWO_STAGES, 4),
+        longer("llava", _MIXED, True, _TWO_STAGES, 4),
         longer("gemma3", _MIXED, False, [["dp4", *_TOGETHER[1:]]], 2),
         longer("gemma3", _ONE, True, _FOUR_STAGES, 4),
         ("qwen2.5-vl", _MIXED, False, _TWO_STAGES, 4),
