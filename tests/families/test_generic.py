@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from longer import longer
 from stock_models import noise
 from torch import Tensor, nn
 from torch.nn import functional
@@ -143,7 +144,11 @@ def _assert_equal(
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", _MODELS)
+_SHORT = ("MistralForCausalLM", "GPTNeoXForCausalLM", "RobertaForMaskedLM", "DeiTForImageClassification")
+"""What ``make test`` has of them: a causal one, parallel residuals, a mask of its own, images."""
+
+
+@pytest.mark.parametrize("name", [own if own in _SHORT else longer(own) for own in _MODELS])
 def test_stock_families_without_an_adapter(name: str) -> None:
     model = _stock(name)
     layered = Generic(model)
