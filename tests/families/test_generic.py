@@ -347,6 +347,8 @@ def test_stages_need_no_weights_of_others() -> None:
     batch = full.example(2, 12, torch.Generator().manual_seed(0))
     found, expected = (model.context(batch, torch.float64).calls for model in (empty, full))
     for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
         torch.testing.assert_close(ours.kwargs["position_embeddings"], theirs.kwargs["position_embeddings"])
         assert torch.equal(ours.kwargs["attention_mask"], theirs.kwargs["attention_mask"])
     assert empty.carried(1, {"input_ids": (12,), "labels": (12,)}) == ((12, 16),)

@@ -103,6 +103,8 @@ class _Doubled(torch.nn.Linear):
 
 
 class _Block(Layer):
+    block: _Doubled
+
     def __init__(self) -> None:
         super().__init__("block", {"block": ("block", _Doubled(4, 4))})
 
