@@ -102,15 +102,15 @@ def test_planning_imports_no_torch(script: str) -> None:
 
 
 def test_the_planner_names_no_torch() -> None:
-    for name, path in _modules().items():
+    for name in _modules():
         if name.split(".")[0] in NO_TORCH:
-            heavy = {"torch", "transformers"} & _outside(path)
+            heavy = {"torch", "transformers"} & _outside(name)
             assert not heavy, f"{name} imports {heavy}"
 
 
-def _outside(path: Path) -> set[str]:
+def _outside(name: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(name)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
