@@ -55,9 +55,14 @@ def _counted(
     "case",
     [
         _case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"]),
+        _case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2),
+        _case("llama", ["tp2", "tp2+rs", "tp2+sp+rs", "sdp2+ra", "dp2"], num_key_value_heads=8),
         longer(_case("llama", ["tp2", "tp2", "tp2+rc", "sdp2", "sdp2+rc", "dp2"])),
         longer(_case("llama", ["single"] * 3, ["single+rc"] * 2, micro_batches=4)),
         longer(_case("llama", ["tp2", "tp2+sp", "tp2+sp+rc", "tp2+sp"])),
+        longer(
+            _case("llama", ["single", "single+rs"], ["single+ra", "single"], micro_batches=4, num_key_value_heads=8)
+        ),
         longer(_case("bert", ["tp2"] * 4)),
         longer(_case("gpt2", ["tp2", "tp2", "dp2", "tp2"])),
         longer(_case("t5", ["tp2"] * 7)),
@@ -87,7 +92,7 @@ def _dropping(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[s
 def test_dropout_draws_the_same_again(strategy: str) -> None:
     """What is recomputed drops the same, and so do TP ranks where they compute the same."""
     found = []
-    for recompute in ("", "+rc"):
+    for recompute in ("", "+rc", "+rs"):
         case = _case("gpt2", [strategy, *[f"{strategy}{recompute}"] * 2, strategy], attn_pdrop=0.2, resid_pdrop=0.2)
         found += ranks(2).run(_dropping, case, plan_for(case), first_weights(case), batches(case))
     for losses in found[1:]:

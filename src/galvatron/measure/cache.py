@@ -30,7 +30,7 @@ def provenance(what: str, quality: Quality) -> str:
     return f"{by} on {what}, {threads} thread(s) a process; {versions}; {quality}"
 
 
-_VERSION = 10
+_VERSION = 11
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GALVATRON_VIRTUAL")

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Experts, FusedLoss, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import Experts, FusedLoss, Kept, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
@@ -36,8 +36,9 @@ from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
 from galvatron.measure.real_integers import RealIntegers
-from galvatron.measure.work import FUSED_FLOPS, Decided, Work, bytes_of, storage_of, tensors_in
+from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
+from galvatron.runtime.selective import Grade
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -45,6 +46,8 @@ from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 __all__ = ["describe"]
 
 _LOG = logging.getLogger(__name__)
+_LEAST_PRODUCTS = 2
+"""With fewer (a head) selective recompute would keep next to everything."""
 _RANKS = 2
 """Of the tensor-parallel group that a layer is split for."""
 
@@ -159,6 +162,8 @@ class _Traced:
     """Bytes of the first of them, the hidden state."""
     experts: _Inside | None
     """Of these, what happens inside its experts."""
+    kept: dict[Grade, tuple[int, int]]
+    """By grade of recompute: bytes of the results it keeps, and operations that it does again."""
 
 
 @dataclass(slots=True)
@@ -191,8 +196,23 @@ def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorPara
         tensor_parallel=tensor,
     )
     return replace(
-        spec, experts=_experts(layer, spec, whole.experts, half.experts), fused_loss=_fused_loss(layer, whole)
+        spec,
+        experts=_experts(layer, spec, whole.experts, half.experts),
+        fused_loss=_fused_loss(layer, whole),
+        selective=_kept_facts(Grade.PRODUCTS, whole, half, tensor),
+        but_attention=_kept_facts(Grade.ATTENTION, whole, half, tensor),
     )
+
+
+def _kept_facts(grade: Grade, whole: _Traced, half: _Traced, tensor: TensorParallel | None) -> Kept | None:
+    """What is kept where all but some results are recomputed. With TP a block's reductions are kept as well, but for
+    the last of them, whose result only the next layer reads."""
+    if grade not in whole.kept:
+        return None
+    size, flops = whole.kept[grade]
+    split = 0 if tensor is None else _divided(size, half.kept.get(grade, (size, 0))[0])
+    sent = 0 if tensor is None or grade is Grade.PRODUCTS else max(tensor.forward_collectives - 1, 0) * whole.message
+    return Kept(split_bytes=split, replicated_bytes=size - split, sent_bytes=sent, flops=flops)
 
 
 def _fused_loss(layer: Layer, whole: _Traced) -> FusedLoss | None:
@@ -308,7 +328,20 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
         boundary=boundary,
         message=message,
         experts=inside,
+        kept=_kept(work, counter),
     )
+
+
+def _kept(work: Work, counter: FlopCounterMode) -> dict[Grade, tuple[int, int]]:
+    """What grades of recompute keep, where they keep anything and leave anything out."""
+    counts: dict[Any, int] = dict(counter.get_flop_counts().get("Global", {}))
+    # torch's counter does not know products of experts, which are kept.
+    again = {
+        Grade.PRODUCTS: again_flops(counts, Grade.PRODUCTS),
+        Grade.ATTENTION: again_flops(counts, Grade.ATTENTION) + work.flops,
+    }
+    least = {Grade.PRODUCTS: work.products >= _LEAST_PRODUCTS, Grade.ATTENTION: work.kept(Grade.ATTENTION) > 0}
+    return {grade: (work.kept(grade), again[grade]) for grade in Grade if least[grade]}
 
 
 def _sizes(activations: Activations) -> tuple[int, int]:

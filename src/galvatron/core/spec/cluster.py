@@ -40,6 +40,10 @@ class Device:
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
+    host_bytes_per_s: float | None = None
+    """Between its memory and the host's, each way; None: nobody knows, and nothing is offloaded."""
+    host_memory_bytes: int | None = None
+    """Its share of the host's memory, for what is offloaded."""
 
     def flops_per_s(self, precision: Precision) -> float:
         if precision is Precision.FP32:
@@ -47,6 +51,11 @@ class Device:
         if self.bf16_flops_per_s is None:
             raise InvalidInput(f"device {self.name!r} has no bf16 arithmetic; use --precision fp32")
         return self.bf16_flops_per_s
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is saved for backward can be kept on the host."""
+        return self.host_bytes_per_s is not None and self.host_memory_bytes is not None
 
     @property
     def precision(self) -> Precision:
@@ -251,6 +260,9 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
+        for name in ("host_bytes_per_s", "host_memory_bytes"):
+            if facts["device"][name] is None:
+                del facts["device"][name]
         for group in facts["groups"]:
             if group["all_to_all_bytes_per_s"] is None:
                 del group["all_to_all_bytes_per_s"], group["all_to_all_latency_s"]

@@ -68,6 +68,11 @@ def request_for(
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if setup.get("offload") and not cluster.device.offloads:
+        raise InvalidInput(
+            f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
+            "device.host_bandwidth and device.host_memory, or drop --offload"
+        )
     training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if isinstance(model, ModelSpec):
