@@ -31,6 +31,7 @@ from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.products import check_tf32, tf32_of
 from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
@@ -118,12 +119,15 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
 def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
     place = own_device() if device is None else torch.device(device)
+    if dtype is None:
+        check_tf32(plan.model.training.precision, place)
     return ComputeSettings(
         device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
         compile=compiles(plan.model.training.compile, place),
+        tf32=tf32_of(plan.model.training.precision) if dtype is None else None,
     )
 
 
