@@ -21,6 +21,7 @@ from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
+from galvatron.families.smoothing import smooth_labels
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
@@ -59,6 +60,8 @@ class ParallelizeOptions(TypedDict, total=False):
     """For models of unknown family: what they take (see :func:`galvatron.families.registry.layered_model`)."""
     loss: LossFunction | None
     """For models of unknown family: the loss, summed over the targets."""
+    label_smoothing: float
+    """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
     """First compare loss and gradients of a tiny copy under the plan with the stock model's own (see
     :mod:`galvatron.runtime.verify`), which takes seconds; None: only for models of unknown family."""
@@ -96,6 +99,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
+    smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
         adapters = options.get("adapters")
