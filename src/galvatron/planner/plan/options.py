@@ -12,7 +12,7 @@ from galvatron.core.spec.switches import SWITCHES, SwitchChoices
 __all__ = ["Setup", "help_of", "setup_fields"]
 
 _SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
-_OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
+_OPTIMIZERS = ", ".join(optimizer.name for optimizer in OPTIMIZERS)
 
 
 class _Sizes(TypedDict, total=False):
