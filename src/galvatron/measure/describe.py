@@ -63,7 +63,7 @@ class _Description:
 
     def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
         self._model, self._batch, self._training = model, batch, training
-        self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
+        self._dtype = torch.bfloat16 if training.precision is Precision.BF16 else torch.float32
         self._sample = {key: own.cpu() for key, own in batch.items()}
 
     def spec(self, name: str) -> ModelSpec:

@@ -21,6 +21,7 @@ from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
+from galvatron.families.smoothing import smooth_labels
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
@@ -31,6 +32,7 @@ from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.products import check_tf32, tf32_of
 from galvatron.runtime.replicas import check_sources
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
@@ -58,6 +60,8 @@ class ParallelizeOptions(TypedDict, total=False):
     """For models of unknown family: what they take (see :func:`galvatron.families.registry.layered_model`)."""
     loss: LossFunction | None
     """For models of unknown family: the loss, summed over the targets."""
+    label_smoothing: float
+    """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
     """First compare loss and gradients of a tiny copy under the plan with the stock model's own (see
     :mod:`galvatron.runtime.verify`), which takes seconds; None: only for models of unknown family."""
@@ -95,6 +99,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
+    smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
         adapters = options.get("adapters")
@@ -118,12 +123,15 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
 def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
     place = own_device() if device is None else torch.device(device)
+    if dtype is None:
+        check_tf32(plan.model.training.precision, place)
     return ComputeSettings(
         device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
         compile=compiles(plan.model.training.compile, place),
+        tf32=tf32_of(plan.model.training.precision) if dtype is None else None,
     )
 
 

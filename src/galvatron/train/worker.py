@@ -84,7 +84,13 @@ def _prepared(
     data = open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
     memory = PeakMemory(device)
     model = parallelize(
-        None, plan, weights=settings.weights, adapters=settings.adapters, seed=settings.seed, device=device
+        None,
+        plan,
+        weights=settings.weights,
+        adapters=settings.adapters,
+        label_smoothing=settings.label_smoothing,
+        seed=settings.seed,
+        device=device,
     )
     optimizer = model.optimizer(
         lr=settings.learning_rate,
