@@ -23,6 +23,7 @@ from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
+from galvatron.runtime.same_batches import compare_batches, compared_here
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
@@ -93,6 +94,8 @@ class ParallelModel:
         self.buffers = parts.buffers
         """What checkpoints hold besides parameters."""
         self._seed, self._iteration = settings.seed, 0
+        self.compares_batches = compared_here()
+        """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
 
     @property
     def rank(self) -> int:
@@ -175,7 +178,7 @@ class ParallelModel:
     def local_batches(self, batches: Iterable[Batch]) -> Iterator[LocalBatch]:
         """This rank's part of each batch; every rank must be given the same batches."""
         for batch in batches:
-            yield self._reader.local(batch)
+            yield self._local(batch)
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
@@ -187,7 +190,10 @@ class ParallelModel:
 
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """
-        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        local = self._local(batch)
+        if self.compares_batches and local.figures is not None:
+            compare_batches(local.figures, self.device)
+            self.compares_batches = False
         self._check_frozen()
         earlier = self._set_aside()
         for unit in self._units:
@@ -205,6 +211,9 @@ class ParallelModel:
             parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
         self._iteration += 1
         return self._mean(loss)
+
+    def _local(self, batch: Batch | LocalBatch) -> LocalBatch:
+        return batch if isinstance(batch, LocalBatch) else self._reader.local(batch, compared=self.compares_batches)
 
     @contextmanager
     def timed(self) -> Iterator[PassTimer]:
@@ -234,7 +243,7 @@ class ParallelModel:
 
     def evaluate(self, batch: Batch | LocalBatch) -> PendingLoss:
         """The mean loss without gradients and without dropout."""
-        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        local = self._local(batch)
         for unit in self._units:
             unit.refresh()
         self._pipeline.stage.eval()

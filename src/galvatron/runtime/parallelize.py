@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.replicas import check_sources
+from galvatron.runtime.same_start import start_alike
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
 
@@ -66,7 +66,8 @@ class ParallelizeOptions(TypedDict, total=False):
 def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions]) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
-    ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a ``PeftModel`` with
+    ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the
+    meta device), a ``PeftModel`` with
     LoRA adapters, a configuration, or
     None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
     :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
@@ -82,6 +83,11 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
     if isinstance(model, nn.Module):
         model = without_peft(model)
+    start_alike(
+        model if options.get("weights") is None and _has_values(model) else None,
+        _place(options.get("device")),
+        seeded=options.get("weights") is None,
+    )
     stock = _stock(model, plan)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
@@ -106,7 +112,6 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
-    check_sources(source, settings.device)
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:
         given = model if isinstance(model, nn.Module) and plain is None else stock
@@ -115,9 +120,17 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     return build(plan, layered, settings, source)
 
 
+def _place(device: torch.device | str | None) -> torch.device:
+    return own_device() if device is None else torch.device(device)
+
+
+def _has_values(model: Model) -> TypeGuard[nn.Module]:
+    return isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
+
+
 def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
-    place = own_device() if device is None else torch.device(device)
+    place = _place(device)
     return ComputeSettings(
         device=place,
         dtype=dtype or planned,
@@ -147,6 +160,6 @@ def _weights(layered: LayeredModel, model: Model, source: str | Path | Weights |
         return SavedWeights(layered, Path(source))
     if source is not None:
         return source
-    if isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters()):
+    if _has_values(model):
         return ModelWeights(layered, model)
     return InitialWeights(layered, seed)
