@@ -31,6 +31,15 @@ from galvatron.runtime.whole import clip_, gradient_norm, whole
 __all__ = ["ParallelModel", "PendingLoss"]
 
 
+def _as_it_is(batch: Any) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(
+            f"batch: a {type(batch).__name__} given; expected a dictionary of tensors, or give parallelize one of your "
+            "batches as example="
+        )
+    return batch
+
+
 class PendingLoss:
     """A number that may still be under way: ``float(loss)``, ``loss.item()`` and formatting wait for it.
 
@@ -94,6 +103,8 @@ class ParallelModel:
         self.buffers = parts.buffers
         """What checkpoints hold besides parameters."""
         self._seed, self._iteration = settings.seed, 0
+        self.named_batch: Callable[[Any], Batch] = _as_it_is
+        """A batch in the user's own form as named tensors."""
         self.compares_batches = compared_here()
         """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
 
@@ -175,7 +186,7 @@ class ParallelModel:
 
     # Training
 
-    def local_batches(self, batches: Iterable[Batch]) -> Iterator[LocalBatch]:
+    def local_batches(self, batches: Iterable[Any]) -> Iterator[LocalBatch]:
         """This rank's part of each batch; every rank must be given the same batches."""
         for batch in batches:
             yield self._local(batch)
@@ -184,7 +195,7 @@ class ParallelModel:
         """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
         return self._reader.rows_read()
 
-    def forward_backward(self, batch: Batch | LocalBatch) -> PendingLoss:
+    def forward_backward(self, batch: Any) -> PendingLoss:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
         it late (after the optimizer's step), because that waits for all stages.
 
@@ -212,8 +223,10 @@ class ParallelModel:
         self._iteration += 1
         return self._mean(loss)
 
-    def _local(self, batch: Batch | LocalBatch) -> LocalBatch:
-        return batch if isinstance(batch, LocalBatch) else self._reader.local(batch, compared=self.compares_batches)
+    def _local(self, batch: Any) -> LocalBatch:
+        if isinstance(batch, LocalBatch):
+            return batch
+        return self._reader.local(self.named_batch(batch), compared=self.compares_batches)
 
     @contextmanager
     def timed(self) -> Iterator[PassTimer]:
@@ -241,7 +254,7 @@ class ParallelModel:
             local.master.grad = None
         return earlier
 
-    def evaluate(self, batch: Batch | LocalBatch) -> PendingLoss:
+    def evaluate(self, batch: Any) -> PendingLoss:
         """The mean loss without gradients and without dropout."""
         local = self._local(batch)
         for unit in self._units:

@@ -83,7 +83,7 @@ def _figures(own: Tensor) -> tuple[int, float]:
     """Equal for equal bits, and hardly for others; the first element because in a hash by XOR equal ones vanish."""
     if not own.numel():
         return 0, 0.0
-    flat = own.detach().flatten()
+    flat = own.detach().flatten().cpu()
     return int(torch.hash_tensor(flat).view(torch.int64)), float(flat[0])
 
 
