@@ -110,7 +110,9 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
     variants = dict.fromkeys(probe.variant for probe in findings.blocks if probe.variant == _plain(probe.variant))
-    forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
+    forward, backward = (
+        {probe: findings.sustained * reading.seconds for probe, reading in part.items()} for part in parts
+    )
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
         times=tuple(_time(variant, forward, backward) for variant in variants),

@@ -92,14 +92,17 @@ class Loop:
             if evaluates:
                 with self.phases.phase("evaluation"):
                     figures["evaluation_loss"] = self._evaluate(step)
+                self.memory.phase_done("evaluating")
             self._show(step, figures)
             if step == first + 1:
                 self._say_compiled()
             if self._due(self.settings.compare_every or None, step):
                 self._compare_replicas(step)
+                self.memory.phase_done("comparing")
             if saves or stopped:
                 with self.phases.phase("saving", "saving a checkpoint"):
                     self._save(step, wait=last or stopped)
+                self.memory.phase_done("saving")
             if stopped:
                 break
         with self.phases.phase("saving", "saving a checkpoint"):
@@ -186,7 +189,7 @@ class Loop:
             figures["tokens_per_s"] = speed.tokens_per_s
         if speed.peak_share is not None:
             figures["peak_share"] = speed.peak_share
-        figures["memory_bytes"] = float(used_bytes(self.model.device))
+        figures["memory_bytes"] = float(self.memory.bytes or used_bytes(self.model.device))
         figures["epoch"] = self.loader.epoch
         for sink in self.sinks:
             sink.write(step, figures)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich import box
@@ -34,6 +34,9 @@ class RankTimes:
     rest_s: float
     """After the last backward: sums of gradients, clipping, the optimizer's step."""
     memory_bytes: int
+    """In iterations."""
+    elsewhere_bytes: int = 0
+    """While building, evaluating, comparing and saving, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,9 @@ class Report:
             own = [ranks[rank] for rank in stage.devices]
             slowest = max(own, key=lambda times: times.work_s)
             fullest = max(times.memory_bytes for times in own)
-            measured = RankTimes(slowest.work_s, slowest.waiting_s, slowest.data_s, slowest.rest_s, fullest)
+            measured = replace(
+                slowest, memory_bytes=fullest, elsewhere_bytes=max(times.elsewhere_bytes for times in own)
+            )
             stages.append(StageReport(number, _predicted(plan, stage), measured, plan.memory_budget_bytes))
         return cls(steps, losses[0], losses[-1], plan.iteration_s, iteration_s, plan.batch / iteration_s, tuple(stages))
 

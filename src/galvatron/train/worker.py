@@ -102,12 +102,14 @@ def _prepared(
         decay_vectors=False,
         **settings.optimizer_options(plan.model.training.optimizer),
     )
+    memory.phase_done("building")
     checkpoints = Checkpoints(folder.checkpoints, keep=settings.keep)
     step, start = 0, None
     if checkpoints.latest() is not None:
         with phases.phase("loading", "loading the checkpoint"):
             loaded = checkpoints.load(model, optimizer)
         step, start = loaded.step, Position.from_json(loaded.progress["data"])
+        memory.phase_done("loading")
     loader = Loader(
         data.train,
         batch=plan.batch,
@@ -153,7 +155,7 @@ def _phases(folder: RunFolder, settings: Settings) -> Phases:
 def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None:
     """Close what is open, and say how it went."""
     loop.loader.close()
-    ranks = loop.times.of_all_ranks(loop.memory.bytes or 0, loop.agreement)
+    ranks = loop.times.of_all_ranks(loop.memory, loop.agreement)
     if loop.display is None:
         return
     for sink in loop.sinks:
