@@ -81,7 +81,9 @@ def profile_model(
     kept = cache.cached_file("model", key)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
-        return load_profile(kept)
+        known = load_profile(kept)
+        cache.warn_if_noisy(known.source)
+        return known
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)
     profile = profile_of(model, findings)
