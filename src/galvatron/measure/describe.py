@@ -31,6 +31,7 @@ from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
+from galvatron.families.generic.own_module import InputsFunction, OwnLoss, own_module
 from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
@@ -52,18 +53,51 @@ _RANKS = 2
 """Of the tensor-parallel group that a layer is split for."""
 
 
-def describe(model: nn.Module, batch: Batch, training: Training | None = None, *, name: str | None = None) -> ModelSpec:
-    """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
+def describe(
+    model: nn.Module,
+    batch: Any,
+    training: Training | str | None = None,
+    *,
+    name: str | None = None,
+    loss: OwnLoss | None = None,
+    inputs: InputsFunction | None = None,
+) -> ModelSpec:
+    """The model as the planner sees it, trained that way on samples like the first of ``batch``.
+
+    ``batch``, ``loss`` and ``inputs``: as for :func:`galvatron.parallelize`. ``training``: how it is trained, or its
+    precision alone ("bf16"). The model may be on the meta device.
+    """
+    if isinstance(training, str):
+        if training not in [*Precision]:
+            raise InvalidInput(f"precision: {training!r} given; expected one of {', '.join(Precision)}")
+        training = Training(precision=Precision(training))
     training = Training() if training is None else training
-    return _Description(model, batch, training).spec(name or type(model).__name__)
+    model = _with_buffers(model)
+    own = own_module(model, batch, loss, inputs)
+    named = name or type(model).__name__
+    if own is None:
+        return _Description(model, batch, training, loss).spec(named)
+    return _Description(own.model, own.example, training, own.loss).spec(named)
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """A model on the meta device with values for its buffers, on which sizes and work do not depend."""
+    if not any(own.is_meta for own in model.buffers()):
+        return model
+    empty: nn.Module = without_weights(model)
+    for module in empty.modules():
+        for key, own in module.named_buffers(recurse=False):
+            if own.is_meta:
+                module._buffers[key] = torch.ones(own.shape, dtype=own.dtype)
+    return empty
 
 
 class _Description:
     """A model that is being described."""
 
-    def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
-        self._model, self._batch, self._training = model, batch, training
-        self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
+    def __init__(self, model: nn.Module, batch: Batch, training: Training, loss: OwnLoss | None) -> None:
+        self._model, self._batch, self._training, self._loss = model, batch, training, loss
+        self._dtype = torch.bfloat16 if training.precision is Precision.BF16 else torch.float32
         self._sample = {key: own.cpu() for key, own in batch.items()}
 
     def spec(self, name: str) -> ModelSpec:
@@ -94,12 +128,12 @@ class _Description:
         frozen = frozen_parts(self._model)
         if not frozen:
             return spec
-        as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch)
+        as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch, self._loss)
         return tuned(spec, as_given, replace(spec.training, freeze=frozen))
 
     def _layered(self) -> Generic:
         """With all parameters trained: what frozen ones leave out is taken out of the figures later."""
-        return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch)
+        return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch, self._loss)
 
     def _split(self, layered: Generic) -> dict[str, _Traced]:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""

@@ -81,7 +81,9 @@ def profile_model(
     kept = cache.cached_file("model", key)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
-        return load_profile(kept)
+        known = load_profile(kept)
+        cache.warn_if_noisy(known.source)
+        return known
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)
     profile = profile_of(model, findings)
@@ -110,7 +112,9 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
     variants = dict.fromkeys(probe.variant for probe in findings.blocks if probe.variant == _plain(probe.variant))
-    forward, backward = ({probe: reading.seconds for probe, reading in part.items()} for part in parts)
+    forward, backward = (
+        {probe: findings.sustained * reading.seconds for probe, reading in part.items()} for part in parts
+    )
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
         times=tuple(_time(variant, forward, backward) for variant in variants),

@@ -6,17 +6,20 @@ between layers stay outside, and a collective inside is one node of the graph.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from galvatron.families.layer import Layer
 from galvatron.runtime.selective import Grade, mark
@@ -66,7 +69,7 @@ class Compiler:
         try:
             # Backward at once, so that what fails there fails here.
             marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=_marks(grade))
-            with functorch.patch(force_non_lazy_backward_lowering=True), marks:
+            with _first_alone(graph, inputs), functorch.patch(force_non_lazy_backward_lowering=True), marks:
                 made: Any = compile_fx(graph, inputs)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -77,6 +80,21 @@ class Compiler:
         self.seconds += time.perf_counter() - begin
         compiled: Callable[..., Any] = made
         return compiled
+
+
+@contextmanager
+def _first_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Of the ranks of a machine that come with the same graph one compiles it; the others wait, and then find what it
+    left in PyTorch's cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    described = [graph.code, *(f"{own.dtype} {own.shape}" if isinstance(own, Tensor) else str(own) for own in inputs)]
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"galvatron-{digest[:32]}.lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def _marks(grade: Grade) -> Any:

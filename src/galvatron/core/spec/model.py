@@ -48,13 +48,15 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     """Everything in fp32: 4-byte activations, 16 bytes of states a parameter with Adam."""
+    TF32 = "tf32"
+    """As fp32, but matrix products round their operands to TF32 (10 bits after the point) on GPUs that have it."""
     BF16 = "bf16"
     """bf16 working parameters and activations, with fp32 masters, gradient reduction and Adam moments."""
 
     @property
     def bytes(self) -> int:
         """Bytes of one activation or working parameter; gradients are reduced in fp32 either way."""
-        return 4 if self is Precision.FP32 else 2
+        return 2 if self is Precision.BF16 else 4
 
 
 class Attention(StrEnum):

@@ -123,7 +123,7 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
 def _is_fused(shape: AttentionShape, training: Training) -> bool:
     # No fused kernel of CUDA takes grouped heads in fp32: PyTorch falls back to maps, and saves what eager saves.
     grouped = shape.kv_heads != shape.heads
-    return training.attention is Attention.FUSED and not (grouped and training.precision is Precision.FP32)
+    return training.attention is Attention.FUSED and not (grouped and training.precision is not Precision.BF16)
 
 
 def _fused_core(shape: AttentionShape, element: int) -> tuple[Op, ...]:

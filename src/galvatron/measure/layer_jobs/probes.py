@@ -53,6 +53,11 @@ class Variant:
         return not (self.sharded or self.recompute or self.fused_loss) and self.ep == 1
 
     @property
+    def whole(self) -> bool:
+        """Whether it is a layer as the stock model has it."""
+        return self.plain and self.ranks == 1
+
+    @property
     def ranks(self) -> int:
         return self.ep * self.tp * (2 if self.sharded else 1)
 
@@ -83,6 +88,8 @@ class LayerFindings:
     device: str
     blocks: dict[LayerProbe, list[Block]]
     memory: dict[Variant, list[LayerBytes]]
+    sustained: float = 1.0
+    """Time of a layer that runs on and on, over that of the short blocks: a GPU lowers its clocks then."""
 
 
 _MOST = 8

@@ -82,6 +82,8 @@ class LayerArrays:
     frozen_replicated_parameters: Floats
     frozen_tied_parameters: Floats
     frozen_shared_parameters: Floats
+    first: Floats
+    """1 for a kind that is the model's first layer and no other: its gradient is the last that backward makes."""
     has_backward: Floats
     """0 where gradients do not reach the layer, for nothing in it nor before it trains."""
     forward_s: Floats
@@ -214,6 +216,7 @@ def layer_arrays(
         own.frozen_parameters if kind.tensor_parallel is None else own.frozen_replicated_parameters
         for kind, own in zip(kinds, tuning, strict=True)
     ]
+    names = [layer.name for layer in model.layers]
     experts = _expert_columns(kinds, strategies, forward_s, backward_s)
     own = np.array([bool(strategy.experts) for strategy in strategies])
     return LayerArrays(
@@ -227,6 +230,7 @@ def layer_arrays(
         frozen_replicated_parameters=column(frozen_whole),
         frozen_tied_parameters=column([own.frozen_tied_parameters for own in tuning]),
         frozen_shared_parameters=column(frozen_shared),
+        first=column([kind.name == model.layers[0].name and names.count(kind.name) == 1 for kind in kinds]),
         has_backward=column([own.backward for own in tuning]),
         forward_s=np.where(own, experts.forward_s + experts.rest_forward_s, forward_s),
         backward_s=np.where(own, experts.backward_s + experts.rest_backward_s, backward_s),

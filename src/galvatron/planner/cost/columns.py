@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from galvatron.core.spec import GRADIENT_BYTES, Cluster, FusedLoss, Kept, LayerSpec, ModelProfile, ModelSpec
 from galvatron.core.spec.tuning import stock_kind
@@ -23,6 +24,8 @@ class LossColumns:
     parameters: Floats
     gradient_bytes: Floats
     """Of the projection's weight, as it is kept."""
+    compiled: NDArray[np.bool_]
+    """Whether a chunk's loss is one kernel, where its vocabulary is whole."""
     chunk_s: Floats
     """Reading and writing the sum of that gradient once, in fp32; zero where a profile has it in its times."""
 
@@ -53,6 +56,7 @@ def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
         saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
         parameters=parameters,
         gradient_bytes=parameters * model.training.precision.bytes,
+        compiled=np.full(parameters.shape, model.training.compile),
         chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
     )
 

@@ -64,20 +64,22 @@ def state_bytes(weights: Weights, strategies: StrategyArrays, precision: Precisi
 
 
 def late_gradient_bytes(
-    samples: Floats,
-    trained: Floats,
-    micro_batches: Integers,
-    layers: LayerArrays,
-    strategies: StrategyArrays,
-    conventions: Conventions,
-) -> Floats:
-    """What states have too much where an iteration has one micro-batch: FSDP2 makes the place of a shard's gradient
-    when that is reduced, and then the layer's activations are gone."""
+    saved: Floats, weights: Weights, micro_batches: Integers, layers: LayerArrays, strategies: StrategyArrays,
+    precision: Precision,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """What states have too much where an iteration has one micro-batch, and what of it a transient has instead.
+
+    A gradient is then made when the layer's activations, of which there are ``saved`` bytes, are gone: a shard's when
+    it is reduced, a whole one when backward has it, but for DP in fp32, which has the buffer that it sends from the
+    start. That of the first layer comes when nothing else is left, so it counts only while that layer runs backward; a
+    weight that a later layer uses as well waits for it with that one's part.
+    """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    late = (shards > 1) & (micro_batches == 1) & conventions.late_gradients
-    gradient = GRADIENT_BYTES * trained / shards
-    total: Floats = np.where(late, np.minimum(gradient, activation_bytes(samples, layers, strategies)), 0.0)
-    return total
+    late = (micro_batches == 1) & ((shards > 1) | (strategies.dp.size == 1) | (precision is Precision.BF16))
+    gradient = GRADIENT_BYTES * weights.trained / shards
+    waiting = np.where(shards > 1, 0, np.minimum(weights.shared, weights.trained) * precision.bytes)
+    first = late * layers.first * np.maximum(gradient - waiting, 0)
+    return np.where(layers.first, first, late * np.minimum(gradient, saved)), first
 
 
 def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
@@ -151,10 +153,13 @@ def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArra
 
 
 def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
-    """While a fused loss is computed: logits of a chunk and twice their size in fp32, and the weight's gradient."""
+    """While a fused loss is computed: the weight's gradient, and a chunk's logits and their gradient; uncompiled with
+    both in fp32 between them."""
     logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
+    compiled = layers.fused.compiled & (strategies.tp.size == 1)
+    cell = precision.bytes + np.where(compiled, precision.bytes, 2 * Precision.FP32.bytes)
     gradient = GRADIENT_BYTES * layers.fused.parameters / strategies.tp.size
-    total: Floats = logits * (2 * Precision.FP32.bytes + precision.bytes) + gradient
+    total: Floats = logits * cell + gradient
     return total
 
 

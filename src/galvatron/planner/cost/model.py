@@ -237,16 +237,19 @@ class StageCosts:
         weights = memory.Weights(parameters, shared, trained)
         states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer)
         states = states + memory.shared_bytes(shared, arrays, precision, conventions)
-        states = states - memory.late_gradient_bytes(samples, trained, micro_batches, layers, arrays, conventions)
+        saved = memory.activation_bytes(samples, layers, arrays)
         pipelined = self._stage_link is not None
         flying = samples * working_sets(micro_batches, conventions, pipelined=pipelined)
         transient = memory.transient_bytes(flying, weights, layers, arrays, precision, conventions)
         if pipelined:
             transient = np.maximum(transient, memory.forward_bytes(samples, layers, arrays))
+        if conventions.late_gradients:
+            late, then = memory.late_gradient_bytes(saved, weights, micro_batches, layers, arrays, precision)
+            states, transient = states - late, transient + then
         return Tables(
             time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), time, NEVER),
             state_bytes=rounded_up(states),
-            activation_bytes=rounded_up(memory.activation_bytes(samples, layers, arrays)),
+            activation_bytes=rounded_up(saved),
             transient_bytes=rounded_up(transient),
         )
 

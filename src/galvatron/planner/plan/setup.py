@@ -77,6 +77,7 @@ def request_for(
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if isinstance(model, ModelSpec):
         _reject_tuning(training, model)
+        _reject_other_training(setup, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
     seen = known.training.image_size if known.training.image_tokens is not None else None
     if training.image_size is not None and seen != training.image_size:
@@ -116,6 +117,17 @@ def _reject_tuning(asked: Training, model: ModelSpec) -> None:
             f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
             "other parameters are frozen or none; give the model's name, folder or configuration"
         )
+
+
+def _reject_other_training(setup: Setup, model: ModelSpec) -> None:
+    """Figures were counted for one way of training; another that is asked for would be ignored."""
+    for name in ("precision", "attention", "dropout", "sequence_length"):
+        asked, given = setup.get(name), getattr(model.training, name)
+        if asked is not None and asked != given:
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: {asked} given, but {model.name!r} was described for {given}; describe it "
+                "for that, or leave it out"
+            )
 
 
 def _lora(setup: Setup) -> Lora | None:
