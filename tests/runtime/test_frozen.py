@@ -136,7 +136,6 @@ def _iteration(case: _Frozen, plan: galvatron.Plan, batch: dict[str, Tensor]) ->
     """On a rank: what the second iteration sends, without the loss that ends it."""
     model = galvatron.parallelize(_model(case), plan, dtype=case.dtype, device="cpu")
     model.forward_backward(batch)
-    model.compares_batches = False  # which the first step does, once
     with Traffic() as traffic:
         model.forward_backward(batch)
     return [one for one in traffic.sent if one.size > 8]
