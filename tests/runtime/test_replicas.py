@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from longer import longer
 from oracle import Case
 from parity import plan_for
 from ranks import ranks
@@ -115,9 +116,9 @@ def _batches(plan: galvatron.Plan, change: str) -> str | None:
 @pytest.mark.parametrize(
     ("name", "rank", "change", "holders", "different"),
     [
-        (_NORM, 2, "scale", "ranks 0, 1, 2, 3", "rank 2"),
-        (_NORM, 0, "swap", "ranks 0, 1, 2, 3", "rank 0"),
-        (_NORM, 1, "lose", "ranks 0, 1, 2, 3", "rank 1"),
+        longer(_NORM, 2, "scale", "ranks 0, 1, 2, 3", "rank 2"),
+        longer(_NORM, 0, "swap", "ranks 0, 1, 2, 3", "rank 0"),
+        longer(_NORM, 1, "lose", "ranks 0, 1, 2, 3", "rank 1"),
         (_SPLIT, 3, "scale", "ranks 1, 3", "rank 3"),
         (_SHARDED, 2, "swap", "ranks 0, 2", "rank 2"),
     ],

@@ -55,6 +55,9 @@ def command(
     warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
     decay: Annotated[str | None, typer.Option(help="cosine (default), linear or constant.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices (default 0.01).")] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(help="Share of each target that all words have (default 0).")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm (default 1); 0: not clipped.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, dropout and order of samples (default 0).")] = None,
     workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
@@ -95,6 +98,7 @@ def command(
         "warmup": warmup,
         "decay": None if decay is None else _chosen(decay, [*Decay]),
         "weight_decay": weight_decay,
+        "label_smoothing": label_smoothing,
         "clip": clip,
         "seed": seed,
         "workers": workers,

@@ -21,6 +21,7 @@ from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
+from galvatron.runtime.products import products
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
 from galvatron.runtime.same_batches import compare_batches, compared_here
@@ -97,7 +98,7 @@ class ParallelModel:
     def __init__(self, plan: Plan, parts: RankParts, settings: ComputeSettings) -> None:
         self.plan = plan
         self.device = settings.device
-        self._dtype = settings.master_dtype
+        self._dtype, self._tf32 = settings.master_dtype, settings.tf32
         self._pipeline, self._units, self._reader = parts.pipeline, parts.units, parts.reader
         self._exchanges, self._loss_replicas, self._shapes = parts.exchanges, parts.loss_replicas, parts.shapes
         self.buffers = parts.buffers
@@ -210,7 +211,7 @@ class ParallelModel:
         for unit in self._units:
             unit.refresh()
             unit.begin()
-        with restored(self.device):
+        with restored(self.device), products(tf32=self._tf32):
             loss = self._pipeline.run(local, self._iteration)
         for unit in self._units:
             unit.finish()
@@ -261,7 +262,8 @@ class ParallelModel:
             unit.refresh()
         self._pipeline.stage.eval()
         try:
-            loss = self._pipeline.evaluate(local, self._iteration)
+            with products(tf32=self._tf32):
+                loss = self._pipeline.evaluate(local, self._iteration)
         finally:
             self._pipeline.stage.train()
             for unit in self._units:

@@ -22,6 +22,7 @@ from galvatron.families.layer import LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
+from galvatron.families.smoothing import smooth_labels
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
@@ -32,6 +33,7 @@ from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.products import check_tf32, tf32_of
 from galvatron.runtime.same_start import start_alike
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
@@ -66,6 +68,8 @@ class ParallelizeOptions(TypedDict, total=False):
     It is divided by the number of labels that count, or of samples where a batch has no ``labels``."""
     inputs: InputsFunction | None
     """From a batch to what the model is called with: keywords, arguments, or one."""
+    label_smoothing: float
+    """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
     """First compare loss and gradients of a tiny copy under the plan with the stock model's own (see
     :mod:`galvatron.runtime.verify`), which takes seconds; None: only for models of unknown family."""
@@ -74,12 +78,10 @@ class ParallelizeOptions(TypedDict, total=False):
 def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions]) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
-    ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the
-    meta device), a ``PeftModel`` with
-    LoRA adapters, a configuration, or
-    None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
-    :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
-    together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
+    ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the meta device), a
+    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see
+    :class:`ParallelizeOptions`. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan and
+    number of processes do not go together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
     """
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
@@ -115,6 +117,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
+    smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
         adapters = options.get("adapters")
@@ -154,12 +157,15 @@ def _settings(
         dtype = _DTYPES[dtype]
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
     place = _place(device)
+    if dtype is None:
+        check_tf32(plan.model.training.precision, place)
     return ComputeSettings(
         device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
         compile=compiles(plan.model.training.compile, place),
+        tf32=tf32_of(plan.model.training.precision) if dtype is None else None,
     )
 
 

@@ -43,6 +43,8 @@ class Settings:
     """Of AdamW."""
     momentum: float = 0.9
     """Of SGD."""
+    label_smoothing: float = 0.0
+    """Share of each target that all words have in equal parts, in training and in evaluation."""
     clip: float | None = 1.0
     """Largest norm of the gradient; None: it is not clipped."""
     seed: int = 0
@@ -95,8 +97,9 @@ class Settings:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a share from 0 to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidInput(f"betas: {self.betas} given; expected two numbers from 0 to below 1")
-        if not 0 <= self.momentum < 1:
-            raise InvalidInput(f"momentum: {self.momentum} given; expected a number from 0 to below 1")
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a number from 0 to below 1")
         if self.warmup is not None and self.warmup > self.steps and self.epochs is None:
             raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
         if self.evaluate_every is not None and not self.held_out:

@@ -97,6 +97,7 @@ def train(asked: Asked, screen: Screen) -> None:
         _check_optimizer(asked, plan)
         screen.plan(plan)
         _check_devices(plan.cluster.devices)
+        _check_precision(plan)
         folder.begin(plan, asked.settings)
         _run(asked, folder, plan, screen, phases)
 
@@ -326,6 +327,16 @@ def _check_devices(wanted: int) -> None:
             f"devices: the plan is for {wanted}, but this machine has {gpus} GPU{'s' * (gpus > 1)}; plan anew for that "
             f"many (--devices {gpus}), or let {wanted} ranks share the first one (--virtual {wanted})"
         )
+
+
+def _check_precision(plan: Plan) -> None:
+    """Refuse TF32 where there is no GPU; whether a GPU has it, ranks find out, because CUDA must not be used here."""
+    import torch
+
+    if not torch.cuda.device_count():
+        from galvatron.runtime.products import check_tf32
+
+        check_tf32(plan.model.training.precision, torch.device("cpu"))
 
 
 def _devices_here() -> int:

@@ -94,7 +94,13 @@ def _prepared(
     memory = PeakMemory(device)
     with phases.phase("building", "building the model"):
         model = parallelize(
-            None, plan, weights=settings.weights, adapters=settings.adapters, seed=settings.seed, device=device
+            None,
+            plan,
+            weights=settings.weights,
+            adapters=settings.adapters,
+            label_smoothing=settings.label_smoothing,
+            seed=settings.seed,
+            device=device,
         )
     optimizer = model.optimizer(
         lr=settings.learning_rate,

@@ -68,6 +68,11 @@ def request_for(
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if setup.get("offload") and not cluster.device.offloads:
+        raise InvalidInput(
+            f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
+            "device.host_bandwidth and device.host_memory, or drop --offload"
+        )
     training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if isinstance(model, ModelSpec):
@@ -234,8 +239,11 @@ def _schedule(setup: Setup) -> Schedule:
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:
-    """The extensions: as said, else by default; in the paper's setting none."""
+    """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
+    grades either, unless asked for."""
     default = PAPER if setup.get("paper") else default_switches(cluster)
+    if setup.get("recompute") is False:
+        default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
     return replace(default, **said)
 
