@@ -17,7 +17,7 @@ from galvatron.families.lora import is_adapter
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
-__all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
+__all__ = ["check_model", "check_schedule", "check_world", "kinds_of", "uses_float8"]
 
 
 def check_world(plan: Plan, world: int) -> None:
@@ -90,6 +90,11 @@ def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
                 f"model: adapters of its layer {layer.index} ({own.kind}) have {found:,} parameters, those in the plan "
                 f"{planned:,}; plan again for this model (galvatron.plan(peft_model), or --lora)"
             )
+
+
+def uses_float8(plan: Plan) -> bool:
+    """Whether any layer computes in float8."""
+    return any(Strategy.parse(layer.strategy).float8 for stage in plan.stages for layer in stage.layers)
 
 
 def _at(kinds: list[str], place: int) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta, without_weights
+from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import Batch, LayeredModel
@@ -29,8 +30,9 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
-from galvatron.runtime.checks import check_model, check_schedule, check_world
+from galvatron.runtime.checks import check_model, check_schedule, check_world, uses_float8
 from galvatron.runtime.compiled import compiles
+from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.products import check_tf32, tf32_of
 from galvatron.runtime.replicas import check_sources
@@ -60,6 +62,9 @@ class ParallelizeOptions(TypedDict, total=False):
     """For models of unknown family: what they take (see :func:`galvatron.families.registry.layered_model`)."""
     loss: LossFunction | None
     """For models of unknown family: the loss, summed over the targets."""
+    documents: bool
+    """Whether rows hold several documents, each with positions that start anew: GPUs then attend document by document
+    (FlexAttention) where the stock model can; elsewhere a mask keeps them apart. Default False."""
     label_smoothing: float
     """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
@@ -87,6 +92,9 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     if isinstance(model, nn.Module):
         model = without_peft(model)
     stock = _stock(model, plan)
+    place = own_device() if options.get("device") is None else torch.device(options["device"] or "")
+    if options.get("documents") and place.type == "cuda" and options.get("dtype") != torch.float64:
+        attend_by_document(stock, plan.model.training)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
@@ -109,6 +117,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"
         )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
+    if uses_float8(plan):
+        check_float8(settings.device)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
     check_sources(source, settings.device)

@@ -171,6 +171,7 @@ class StrategyArrays:
     """Whether the experts have axes of their own."""
     recompute: Bools
     fused_loss: Bools
+    float8: Bools
     sequence_parallel: Bools
     zero2: Bools
 
@@ -198,6 +199,7 @@ def layer_arrays(
             bool(strategy.sharding_factors),
             bool(strategy.experts),
             strategy.fused_loss,
+            strategy.float8,
         )
         for strategy in strategies
     ]

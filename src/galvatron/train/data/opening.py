@@ -13,6 +13,7 @@ from galvatron.train.data.apart import KeptApart
 from galvatron.train.data.chat import Chat, chat_file
 from galvatron.train.data.dataset import Dataset, split
 from galvatron.train.data.documents import StorySource, TextSource, text_source
+from galvatron.train.data.examples import Examples
 from galvatron.train.data.images import image_folder, saved_normalisation
 from galvatron.train.data.language import LanguageData, PackedStream
 from galvatron.train.data.objectives import SpanLengths, sample_maker_of
@@ -35,6 +36,8 @@ class Data:
     held_out: Dataset | None = None
     tokenizer: Path | None = None
     """Folder of the tokenizer, to be kept with the trained model; None for bytes, images and synthetic data."""
+    documents: bool = False
+    """Whether rows hold documents that are kept apart."""
 
 
 class DataOptions(TypedDict, total=False):
@@ -104,10 +107,11 @@ def open_data(
                 dataset = _text(source, chosen, needs, cache)
             else:
                 dataset = KeptApart(config=config, needs=needs, cache=cache, packed=packed).of_text(source, chosen)
+    documents = isinstance(dataset, Examples)
     if not held_out:
-        return Data(dataset, None, folder)
+        return Data(dataset, None, folder, documents)
     train, held = split(dataset, held_out, evaluated=evaluated)
-    return Data(train, held, folder)
+    return Data(train, held, folder, documents)
 
 
 def check_paths(spec: str | Path | None, tokenizer: str | Path | None) -> None:
