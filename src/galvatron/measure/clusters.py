@@ -57,7 +57,9 @@ def profile_cluster(
     kept = cache.cached_file("cluster", cache.key_of(devices=devices, rounds=rounds))
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
-        return load_cluster(kept)
+        known = load_cluster(kept)
+        cache.warn_if_noisy(known.source)
+        return known
     findings = measured(ClusterJob(devices=devices, rounds=rounds), progress)
     assert isinstance(findings, ClusterFindings)
     cluster = cluster_of(findings)

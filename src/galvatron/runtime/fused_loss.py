@@ -108,6 +108,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 _add_product(by_weight, by_logits.t(), inputs)
             if by_bias is not None:
                 by_bias += by_logits.sum(0, dtype=wide)
+            del by_logits  # before the next chunk's logits are made
         found = (by_hidden, by_weight, by_bias)
         ctx.save_for_backward(*(None if own is None else own.to(weight.dtype) for own in found))
         return total

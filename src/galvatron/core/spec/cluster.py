@@ -44,6 +44,10 @@ class Device:
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
+    host_bytes_per_s: float | None = None
+    """Between its memory and the host's, each way; None: nobody knows, and nothing is offloaded."""
+    host_memory_bytes: int | None = None
+    """Its share of the host's memory, for what is offloaded."""
 
     def flops_per_s(self, precision: Precision) -> float:
         rates = {
@@ -55,6 +59,11 @@ class Device:
         if rate is None:
             raise InvalidInput(f"device {self.name!r} has no {precision} arithmetic; use --precision fp32")
         return rate
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is saved for backward can be kept on the host."""
+        return self.host_bytes_per_s is not None and self.host_memory_bytes is not None
 
     @property
     def precision(self) -> Precision:
@@ -259,7 +268,7 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
-        for name in ("tf32_flops_per_s", "float8_flops_per_s"):
+        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s"):
             if facts["device"][name] is None:
                 del facts["device"][name]
         for group in facts["groups"]:
