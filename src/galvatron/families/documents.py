@@ -22,9 +22,12 @@ _LEAST_HEAD = 16
 """Width of a head; FlexAttention's kernels take powers of two from it on."""
 
 
-def attend_by_document(stock: nn.Module, training: Training) -> None:
-    """Let a stock model that has no layers yet attend document by document; where it cannot, a mask does it."""
-    reason = why_by_mask(stock, training)
+def attend_by_document(stock: nn.Module, training: Training, *, keeps_some: bool = False) -> None:
+    """Let a stock model that has no layers yet attend document by document; where it cannot, a mask does it.
+
+    ``keeps_some``: recomputed layers keep some results, which are those of other kernels.
+    """
+    reason = "the plan keeps some results of recomputed layers" if keeps_some else why_by_mask(stock, training)
     if reason is None:
         model: Any = stock
         model.set_attn_implementation(_FLEX)

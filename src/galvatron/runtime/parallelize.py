@@ -31,7 +31,7 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
-from galvatron.runtime.checks import check_model, check_schedule, check_world, uses_float8
+from galvatron.runtime.checks import check_model, check_schedule, check_world, uses
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
@@ -85,8 +85,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
 
     ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the meta device), a
     ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see
-    :class:`ParallelizeOptions`. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
-    together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
+    :class:`ParallelizeOptions`. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan and
+    number of processes do not go together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
     """
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
@@ -112,7 +112,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     stock = _stock(model, plan)
     wide = options.get("dtype") in (torch.float64, "fp64")  # for which FlexAttention has no kernel
     if options.get("documents") and _place(options.get("device")).type == "cuda" and not wide:
-        attend_by_document(stock, plan.model.training)
+        kept = uses(plan, "selective_recompute", "recompute_but_attention")
+        attend_by_document(stock, plan.model.training, keeps_some=kept)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
@@ -135,7 +136,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"
         )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
-    if uses_float8(plan):
+    if uses(plan, "float8"):
         check_float8(settings.device)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")

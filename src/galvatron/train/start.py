@@ -334,13 +334,13 @@ def _check_precision(plan: Plan) -> None:
     not be used here."""
     import torch
 
-    from galvatron.runtime.checks import uses_float8
+    from galvatron.runtime.checks import uses
     from galvatron.runtime.float8 import check_float8
     from galvatron.runtime.products import check_tf32
 
     if not torch.cuda.device_count():
         check_tf32(plan.model.training.precision, torch.device("cpu"))
-    if uses_float8(plan):
+    if uses(plan, "float8"):
         check_float8(torch.device("cpu"))
 
 
