@@ -41,6 +41,8 @@ def why_by_mask(stock: nn.Module, training: Training) -> str | None:
     kind = type(stock).__name__
     if training.attention is not Attention.FUSED:
         return f"attention is {training.attention}"
+    if config._attn_implementation != "sdpa":
+        return f"the model was made with attention {config._attn_implementation!r}"
     if family_of(config.model_type) is None:
         return f"{kind} is of no known family, whose masks we make"
     if not getattr(stock, "_supports_flex_attn", False):
