@@ -19,7 +19,7 @@ import galvatron
 @dataclass
 class GPTConfig:
     block_size: int = 64
-    vocab_size: int = 128
+    vocab_size: int = 32
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 64
@@ -60,6 +60,12 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         wte: nn.Module = self.transformer["wte"]
         wte.weight = self.lm_head.weight  # tied
+        self.apply(self._init_weights)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
