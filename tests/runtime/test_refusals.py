@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from oracle import Case, batches, first_weights
 from parity import plan_for
 from ranks import ranks
@@ -158,3 +159,45 @@ def test_batches_without_inputs() -> None:
     for said in ranks(2).run(_feed, plan_for(case), [labels, batch]):
         assert all("input_ids" in message for message in said[:2])
         assert said[2:] == ["", ""]
+
+
+_SPLIT = Case(config=config("gpt2"), stages=[["tp2"] * 4], batch=4, steps=1)
+_FUSED = replace(_SPLIT, stages=[["dp2", "dp2", "dp2", "dp2+fl"]])
+
+
+@pytest.mark.parametrize("case", [_SPLIT, _FUSED])
+def test_numbers_out_of_range(case: Case) -> None:
+    """Which a whole table refuses; 67 words."""
+    (batch,) = batches(case)
+
+    def changed(name: str, value: int) -> dict[str, Tensor]:
+        return {**batch, name: torch.where(torch.arange(8) == 3, value, batch[name])}
+
+    given = [changed("labels", -1), changed("labels", 67), changed("labels", -100), batch]
+    refused = ["batch: a label has -1; expected 0 to 66, or -100", "batch: a label has 67", "", ""]
+    if case is _SPLIT:
+        given = [changed("input_ids", 67), changed("input_ids", -1), *given]
+        refused = ["batch: a token has 67; expected 0 to 66", "batch: a token has -1", *refused]
+    for said in ranks(2).run(_feed, plan_for(case), given):
+        for sentence, start in zip(said, [each for each in refused for _ in range(2)], strict=True):
+            assert sentence.startswith(start)
+            assert bool(sentence) == bool(start)
+
+
+def test_inputs_that_nobody_reads() -> None:
+    """The stock model would compute something else with them."""
+    (batch,) = batches(_SPLIT)
+    vectors = torch.zeros(4, 8, 32)
+    given = [{**batch, "inputs_embeds": vectors}, {**batch, "shift_labels": batch["labels"]}, batch]
+    for said in ranks(2).run(_feed, plan_for(_SPLIT), given):
+        assert said[0].startswith("batch: inputs_embeds given, which no layer reads")
+        assert said[2].startswith("batch: shift_labels given, which no layer reads")
+        assert said[4] == said[5] == ""
+
+
+def test_labels_that_are_no_classes() -> None:
+    """The stock model would take them for another kind of loss."""
+    case = Case(config=config("vit"), stages=[["dp2"] * 4], batch=4, steps=1)
+    (batch,) = batches(case)
+    for said in ranks(2).run(_feed, plan_for(case), [{**batch, "labels": torch.rand(4, 10)}]):
+        assert said[0].startswith("batch: labels are torch.float32 of shape [4, 10]; expected numbers of classes")

@@ -32,6 +32,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.stubs import Call
+from galvatron.families.given import as_stock
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
@@ -52,6 +53,7 @@ _RANKS = 2
 def describe(model: nn.Module, batch: Batch, training: Training | None = None, *, name: str | None = None) -> ModelSpec:
     """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
     training = Training() if training is None else training
+    model = as_stock(model)
     return _Description(model, batch, training).spec(name or type(model).__name__)
 
 

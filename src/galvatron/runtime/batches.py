@@ -62,6 +62,7 @@ class Reader:
         """``needs``: names of the inputs that this stage's layers of each distinct assignment read; ``index``: of the
         rank in its stage."""
         self._layered, self._needs, self._assignments, self._index = layered, needs, assignments, index
+        self._taken = frozenset[str]().union(*(layer.inputs for layer in layered.layers)) | layered.required
         self._micro_batches, self._device, self._dtype = micro_batches, settings.device, settings.dtype
 
     def local(self, batch: Batch) -> LocalBatch:
@@ -75,6 +76,12 @@ class Reader:
                     f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
                     f"({self._micro_batches} micro-batches of {self._assignments.rows}), the same on every rank"
                 )
+        unknown = sorted(batch.keys() - self._taken)
+        if unknown:
+            raise InvalidInput(
+                f"batch: {', '.join(unknown)} given, which no layer reads, so that it would be ignored; expected "
+                f"{', '.join(sorted(self._taken))}: leave it out"
+            )
         missing = self._layered.required - batch.keys()
         if missing:
             raise InvalidInput(

@@ -17,6 +17,7 @@ from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.generic.image_examples import example_of
+from galvatron.families.given import as_stock
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
@@ -81,19 +82,19 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_schedule(plan)
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
     if isinstance(model, nn.Module):
-        model = without_peft(model)
+        model = without_peft(as_stock(model))
     stock = _stock(model, plan)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
         example = example_of(stock, plan.model.training)
-    lora = plan.model.training.lora
+    lora, generic = plan.model.training.lora, plan.model.family == "generic"
     plain = None
     if lora is not None and not has_adapters(stock):
-        plain = layered_model(without_weights(stock), example, loss)
+        plain = layered_model(without_weights(stock), example, loss, generic=generic)
         add_adapters(stock, lora)
     freeze(stock, plan.model.training)
-    layered = layered_model(stock, example, loss)
+    layered = layered_model(stock, example, loss, generic=generic)
     check_model(plan, layered)
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:

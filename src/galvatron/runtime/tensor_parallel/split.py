@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.given import has_hooks
 from galvatron.families.layer import Layer
 from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
@@ -122,9 +123,10 @@ class _Splitter:
         self._columns: dict[str, SplitColumns] = {}
         self.partial: list[Tensor] = []
         """Whole ones of adapters, of whose gradient each rank has a part."""
-        self._words = range(0)
+        self._words, self._vocabulary = range(0), 0
 
     def columns(self, rule: Columns) -> None:
+        self._refuse_hooks(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -134,7 +136,8 @@ class _Splitter:
             self._cut(f"{rule.path}.lora_B.default.weight", 0, rule.parts)
             self.partial.append(adapter.down.weight)  # each rank's gradient comes from its own rows of B
         assert weight is not None
-        self._words = part_of(_outputs(module), self.tensor.index, self.tensor.degree)
+        self._vocabulary = _outputs(module)
+        self._words = part_of(self._vocabulary, self.tensor.index, self.tensor.degree)
         if rule.gathered:
             self._even(rule.path, _outputs(module))
         replacement = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
@@ -143,6 +146,7 @@ class _Splitter:
         self._replace(rule.path, replacement, adapter)
 
     def rows(self, rule: Rows) -> None:
+        self._refuse_hooks(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -158,6 +162,14 @@ class _Splitter:
         replacement = SplitRows(weight, bias, self.tensor.group, transposed=transposed)
         replacement.sequence, replacement.takes_whole = self.tensor.sequence, rule.takes_whole
         self._replace(rule.path, replacement, adapter)
+
+    def _refuse_hooks(self, path: str) -> None:
+        """Another module takes the place of this one."""
+        if has_hooks(self.layer.get_submodule(path)):
+            raise InvalidInput(
+                f"layer {self.layer.kind!r}: {path} has a hook, which would not run where tensor parallelism splits "
+                "the module; remove it, or plan without TP (--space dp+pp)"
+            )
 
     def _adapted(self, path: str) -> tuple[str, Adapter | None]:
         """Where the projection of this path has its weight, and the adapter beside it."""
@@ -185,7 +197,8 @@ class _Splitter:
         assert weight is not None
         words = part_of(module.num_embeddings, self.tensor.index, self.tensor.degree)
         if type(module) is nn.Embedding:
-            replacement = SplitEmbedding(weight, words, module.padding_idx, self.tensor.group)
+            self._refuse_hooks(rule.path)
+            replacement = SplitEmbedding(weight, words, module, self.tensor.group)
             self.layer.replace_module(rule.path, replacement)
         else:  # its own forward does more than look up: it scales, for one
             split_lookup(module, words, self.tensor.group)
@@ -207,7 +220,7 @@ class _Splitter:
         setattr(module, name, whole // self.tensor.degree)
 
     def loss(self, rule: VocabularyLoss) -> None:
-        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self.tensor.group))
+        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self._vocabulary, self.tensor.group))
 
     def experts(self, rule: Experts) -> None:
         group = self.tensor.group
