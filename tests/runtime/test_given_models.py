@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Case, batches, stock_model
-from parity import Held, held, plan_for
+from parity import Held, cluster_of, held, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import galvatron
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import Training
+from galvatron.core.spec import Training, schedule_named
 from galvatron.families.given import as_stock
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
 from galvatron.train.checkpoints.export import export_model
 
 _TP = Case(config=config("llama", vocab_size=64), stages=[["tp2"] * 4], batch=4, steps=1, dtype=torch.float32)
@@ -145,3 +148,32 @@ def test_a_hook_on_a_module_that_is_not_split_runs(capfd: pytest.CaptureFixture[
     """Elsewhere hooks are what they were: under DP those of projections too."""
     case = replace(_TP, stages=[["dp2"] * 4])
     assert ranks(2).run(_parallelize, case, plan_for(case), "split hook") == ["", ""]
+
+
+# Known families that were described
+
+
+def _described(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tuple[float, str]:
+    """On a rank: the loss under a plan for what ``describe`` found, and with a loss of the user's."""
+    model = galvatron.parallelize(stock_model(case), plan, device="cpu", check=False)
+    squares = galvatron.parallelize(stock_model(case), plan, device="cpu", check=False, loss=_squares)
+    return float(model.forward_backward(batch)), f"{float(squares.forward_backward(batch)):.6f}"
+
+
+def _squares(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return output.logits.square().mean((1, 2)).sum() * batch["labels"].shape[1]
+
+
+def test_a_described_llama_is_run_as_it_was_described() -> None:
+    """Its layers are then those of a model without a family, in the plan and on ranks; a loss of the user's is used."""
+    (batch,) = batches(_TP)
+    model: Any = stock_model(_TP)
+    spec = galvatron.describe(model, batch, _TP.training)
+    assert spec.family == "generic"
+    request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b"))
+    plan = priced(request, [["dp2", "tp2", "sdp2", "dp2"]], micro_batches=2)
+    output = model(**batch)
+    squares = float(output.logits.square().mean()) * 8 / 7  # the last token of a sample has no target
+    for loss, other in ranks(2).run(_described, _TP, plan, batch):
+        assert loss == pytest.approx(float(output.loss), rel=1e-5)
+        assert float(other) == pytest.approx(squares, rel=1e-4)

@@ -115,6 +115,15 @@ def test_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         galvatron.parallelize(None, plan_for(_CASE), device="cpu")
 
 
+def test_half_of_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidInput, match="RANK is set to 0, but MASTER_ADDR and MASTER_PORT not; start"):
+        galvatron.parallelize(None, plan_for(_CASE), device="cpu")
+
+
 def _feed(plan: galvatron.Plan, given: list[dict[str, Any]]) -> list[str]:
     """On a rank: what training and evaluation say to each of these batches; the model goes on after each."""
     model = galvatron.parallelize(None, plan, device="cpu")
@@ -201,3 +210,15 @@ def test_labels_that_are_no_classes() -> None:
     (batch,) = batches(case)
     for said in ranks(2).run(_feed, plan_for(case), [{**batch, "labels": torch.rand(4, 10)}]):
         assert said[0].startswith("batch: labels are torch.float32 of shape [4, 10]; expected numbers of classes")
+
+
+def test_sequences_that_a_later_stage_cannot_divide() -> None:
+    """Found by every rank before any message is sent: one of another length would end the process."""
+    stages = [["tp2", "tp2"], ["tp2+sp", "tp2"]]
+    case = Case(config=config("gpt2"), stages=stages, batch=4, micro_batches=2, steps=1)
+    (batch,) = batches(case)
+    odd = {name: rows[:, :7] for name, rows in batch.items()}
+    for said in ranks(4).run(_feed, plan_for(case), [odd, batch]):
+        assert said[0] == said[1]
+        assert said[0].startswith("batch: sequences of 7 tokens cannot be divided over 2 ranks, as 'tp2+sp' of layer 2")
+        assert said[2:] == ["", ""]

@@ -237,10 +237,8 @@ class Generic(LayeredModel):
         return (samples[PIXELS][0] if listed else 1, *self._entry[1])
 
     def targets(self, batch: Batch) -> int:
-        labels = batch["labels"]
-        if self._own_loss:
-            return int((labels != IGNORED).sum())
-        return count_targets(labels[..., 1:] if self._shifted else labels)
+        labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
+        return int((labels != IGNORED).sum()) if self._own_loss else count_targets(labels)
 
     @property
     def takes_tokens(self) -> bool:
