@@ -40,10 +40,10 @@ __all__ = ["Drawn", "Outcome", "draw", "fuzz"]
 
 _SPACE = Space(name="full", title="", switches=EXTENDED)
 _WORLDS = (1, 2, 4, 4, 4, 8)
-_CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 """Stock models compute norms in fp32 inside, which other orders of sums move by rounding."""
-_STEPS_CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-_OPTIMIZERS: dict[str, dict[str, float]] = {
+_STEPS_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "eps": 1e-3}, "Adam": {"lr": 1e-2, "eps": 1e-3}, "NAdam": {"lr": 1e-2, "eps": 1e-3},
     "RAdam": {"lr": 1e-2, "eps": 1e-3}, "Adamax": {"lr": 1e-2, "eps": 1e-3}, "Adagrad": {"lr": 1e-2, "eps": 1e-3},
     "Adadelta": {"lr": 1.0, "eps": 1e-3}, "RMSprop": {"lr": 1e-3, "eps": 1e-2}, "ASGD": {"lr": 1e-2},
@@ -290,7 +290,7 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
     """The stock model by plain PyTorch."""
     model = _model(case).double()
     optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), **_OPTIMIZERS[case.optimizer])
-    losses, norms, gradients = [], [], {}
+    losses, norms, gradients = [], [], dict[str, Tensor]()
     for number, batch in enumerate(given):
         loss = _stock_loss(model, batch)
         torch.autograd.backward(loss)
@@ -320,7 +320,7 @@ def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tenso
     try:
         model = galvatron.parallelize(_model(case), plan, dtype=torch.float64, device="cpu", check=False)
         optimizer = model.optimizer(getattr(torch.optim, case.optimizer), **_OPTIMIZERS[case.optimizer])
-        losses, norms, gradients = [], [], {}
+        losses, norms, gradients = [], [], dict[str, Tensor]()
         for number, batch in enumerate(given):
             before = float(model.evaluate(batch)) if case.evaluate else None
             losses.append(float(model.forward_backward(batch)))

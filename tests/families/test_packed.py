@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from galvatron.families.layer import Activations
 from galvatron.families.registry import layered_model
 
 _SIZES = {
@@ -21,7 +22,8 @@ _SIZES = {
 def test_documents_in_one_row(kind: str) -> None:
     """A family of ours and a model of none: the loss of the packed row is that of its documents by themselves."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_SIZES)).train()
+    stock: Any = AutoModelForCausalLM
+    model: Any = stock.from_config(AutoConfig.for_model(kind, **_SIZES)).train()
     with torch.no_grad():
         for own in model.parameters():
             own.add_(torch.randn_like(own), alpha=0.1)
@@ -32,7 +34,8 @@ def test_documents_in_one_row(kind: str) -> None:
     apart = [model(input_ids=part, labels=part, use_cache=False).loss for part in (ids[:, :5], ids[:, 5:])]
     expected = float((apart[0] * 4 + apart[1] * 6) / 10)
     layered = layered_model(model)
-    context, activations = layered.context(batch, torch.float32), ()
+    context = layered.context(batch, torch.float32)
+    activations: Activations = ()
     for layer in layered.layers:
         activations = layer(activations, context)
     assert float(activations[0]) / layered.targets(batch) == pytest.approx(expected, rel=1e-5)

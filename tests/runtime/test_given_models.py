@@ -161,7 +161,8 @@ def _described(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tu
 
 
 def _squares(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return output.logits.square().mean((1, 2)).sum() * batch["labels"].shape[1]
+    logits: Tensor = output.logits
+    return logits.square().mean((1, 2)).sum() * batch["labels"].shape[1]
 
 
 def test_a_described_llama_is_run_as_it_was_described() -> None:

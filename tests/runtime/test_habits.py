@@ -53,11 +53,17 @@ def _said(call: Any) -> str:
     return ""
 
 
+def _step_of_muon(model: Any) -> None:
+    optimizer: Any = torch.optim.Muon([own for own in model.parameters() if own.ndim == 2])
+    optimizer.step()
+
+
 def _habits(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> dict[str, str]:
     """On a rank: what is said to each of these."""
     model: Any = galvatron.parallelize(None, plan, device="cpu")
     loss = model.forward_backward(batch)
     one = next(iter(model.parameters()))
+    lbfgs: Any = torch.optim.LBFGS(model.parameters())
     said = {
         "some": _said(lambda: nn.utils.clip_grad_norm_([one], 1.0)),
         "other norm": _said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0)),
@@ -69,8 +75,8 @@ def _habits(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> dict[
         "average": _said(lambda: AveragedModel(model)),
         "copy": _said(lambda: copy.deepcopy(model)),
         "adafactor": _said(lambda: model.optimizer(torch.optim.Adafactor)),
-        "muon": _said(lambda: torch.optim.Muon([own for own in model.parameters() if own.ndim == 2]).step()),
-        "lbfgs": _said(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)),
+        "muon": _said(lambda: _step_of_muon(model)),
+        "lbfgs": _said(lambda: lbfgs.step(lambda: 0.0)),
         "adam": _said(lambda: torch.optim.Adam(model.parameters()).step()),
     }
     handle = one.register_hook(lambda gradient: gradient)
@@ -115,7 +121,7 @@ def _muon(plan: galvatron.Plan, batch: dict[str, Tensor]) -> str:
     """On a rank that has all matrices whole."""
     model = galvatron.parallelize(None, plan, device="cpu")
     model.forward_backward(batch)
-    return _said(lambda: torch.optim.Muon([own for own in model.parameters() if own.ndim == 2]).step())
+    return _said(lambda: _step_of_muon(model))
 
 
 def test_an_optimizer_of_whole_matrices_where_they_are_whole() -> None:
