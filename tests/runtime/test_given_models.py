@@ -123,8 +123,9 @@ def test_a_weight_that_the_configuration_does_not_have_is_not_exported(tmp_path:
 
 def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
     """On a rank: what is said to the model."""
+    own = _squares if change == "given loss" else None
     try:
-        galvatron.parallelize(_changed(case, change), plan, device="cpu")
+        galvatron.parallelize(_changed(case, change), plan, device="cpu", loss=own)
     except GalvatronError as error:
         return str(error)
     return ""
@@ -134,6 +135,7 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
     ("change", "expected"),
     [
         ("loss", "LlamaForCausalLM: its loss_function is _changed.<locals>.<lambda>, which layers do not call"),
+        ("given loss", "loss: given, but the plan was made for '"),
         ("forward", "LlamaForCausalLM: its forward was replaced"),
         ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would not run where tensor"),
         ("parameter hook", "model: its parameter model.norm.weight has a hook, which would not run"),

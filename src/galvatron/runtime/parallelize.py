@@ -81,6 +81,11 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_world(plan, dist.get_world_size())
     check_schedule(plan)
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
+    if loss is not None and plan.model.family != "generic":
+        raise InvalidInput(
+            f"loss: given, but the plan was made for {plan.model.name!r} with its own loss; describe the model "
+            "(galvatron.describe) and plan for that"
+        )
     if isinstance(model, nn.Module):
         model = without_peft(as_stock(model))
     stock = _stock(model, plan)
