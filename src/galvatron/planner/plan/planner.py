@@ -110,8 +110,10 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        """The extensions searched; a model without experts has no use for expert parallelism."""
+        """The extensions searched; a model without experts has no use for expert parallelism, and a cluster that says
+        nothing of the host none for offload."""
         switches = default_switches(self.cluster) if self.switches is None else self.switches
+        switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
     def problem(self) -> Problem:
@@ -285,7 +287,11 @@ class _Pricing:
             kind = self.request.model.layers[index]
             whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None and not kind.experts
             reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
-            if not kind.allows_experts(strategy):
+            if strategy.offload and not self.request.cluster.device.offloads:
+                reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
+            elif not kind.allows_grade(strategy):
+                reason = "nobody knows what it keeps then; use +rc or keep all"
+            elif not kind.allows_experts(strategy):
                 reason = "it has no experts" if kind.experts is None else "its experts do not divide"
             raise InvalidInput(
                 f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.given import has_hooks
-from galvatron.families.layer import Layer
+from galvatron.families.layer import CrossEntropy, Layer
 from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
     Attribute,
@@ -36,7 +36,12 @@ from galvatron.families.rules import (
 from galvatron.runtime.data_parallel.shards import TensorSplit, part_of
 from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.regions import Adapted, Entrance, Readers, SplitColumns, SplitRows
-from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding, split_lookup
+from galvatron.runtime.tensor_parallel.vocabulary import (
+    Smoothing,
+    SplitCrossEntropy,
+    SplitEmbedding,
+    split_lookup,
+)
 
 __all__ = ["SplitParameters", "TensorGroup", "cut", "split"]
 
@@ -220,7 +225,12 @@ class _Splitter:
         setattr(module, name, whole // self.tensor.degree)
 
     def loss(self, rule: VocabularyLoss) -> None:
-        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self._vocabulary, self.tensor.group))
+        whole = self.layer.get_submodule(rule.path)
+        assert isinstance(whole, CrossEntropy)
+        smoothing = Smoothing(whole.smoothing, self._vocabulary)
+        self.layer.replace_module(
+            rule.path, SplitCrossEntropy(self._words, self._vocabulary, self.tensor.group, smoothing)
+        )
 
     def experts(self, rule: Experts) -> None:
         group = self.tensor.group
