@@ -201,6 +201,8 @@ def _strategy(dice: random.Random, layered: LayeredModel, index: int, kind: Laye
             and kind.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and (not strategy.fused_loss or layered.layers[index].projection is not None)
+            and kind.allows_grade(strategy)
+            and not strategy.offload  # nothing of these sizes is worth it
         ):
             fitting.setdefault(str(Strategy(strategy.axes)), []).append(strategy)
     return str(dice.choice(fitting[dice.choice(list(fitting))]))

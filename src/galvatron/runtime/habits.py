@@ -52,7 +52,7 @@ _BY_MATRIX = frozenset({"Adafactor", "Muon", "Lamb", "LAMB", "LARS", "Shampoo", 
 def check_optimizer_kind(optimizer: Optimizer, parameters: Iterable[LocalParameter]) -> None:
     """Raise :class:`InvalidInput` if the optimizer looks at whole tensors, and a rank holds parts of some."""
     kind = type(optimizer)
-    if kind in _ELEMENTWISE or dist.get_world_size() == 1:
+    if kind in _ELEMENTWISE or not _several():
         return
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     local = next((each for each in parameters if id(each.master) in own and _divided(each)), None)
@@ -70,6 +70,10 @@ def check_optimizer_kind(optimizer: Optimizer, parameters: Iterable[LocalParamet
         "optimizer: ranks hold parts of parameters, and it is not known of %s whether it works element by element",
         kind.__name__,
     )
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _divided(local: LocalParameter) -> bool:
@@ -103,7 +107,7 @@ class _Watcher:
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         model = self._owner(given)
-        if model is None or dist.get_world_size() == 1:
+        if model is None or not _several():
             norm: Tensor = self._otherwise(given, norm_type, *options, **named)
             return norm
         if float(norm_type) != 2.0 or len(given) != len(_gradients(model)):
