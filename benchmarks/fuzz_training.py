@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ _MODELS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
     "SwinForImageClassification": (
         "swin",
         {
-            "image_size": (32,), "patch_size": (2,), "embed_dim": (16,), "depths": ([2, 2], [1, 2]),
-            "num_heads": ([4, 4],), "window_size": (4,), "num_labels": (10,), "qkv_bias": (True, False),
+            "image_size": (32,), "patch_size": (2,), "embed_dim": (16,), "depths": ((2, 2), (1, 2)),
+            "num_heads": ((4, 4),), "window_size": (4,), "num_labels": (10,), "qkv_bias": (True, False),
         },
     ),
     "MistralForCausalLM": ("mistral", {**_LLAMA, "sliding_window": (None, 4)}),
@@ -126,9 +127,10 @@ class Drawn:
 
     seed: int
     stock: str
-    switches: dict[str, Any]
+    switches: tuple[tuple[str, Any], ...]
+    """Fields of the configuration."""
     attention: str
-    stages: list[list[str]]
+    stages: tuple[tuple[str, ...], ...]
     schedule: str
     batch: int
     micro_batches: int
@@ -164,19 +166,19 @@ def draw(seed: int, most: int = 8) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
     stock = dice.choice(list(_MODELS))
-    switches = {name: dice.choice(values) for name, values in _MODELS[stock][1].items()}
+    switches = tuple((name, dice.choice(values)) for name, values in _MODELS[stock][1].items())
     world = dice.choice([own for own in _WORLDS if own <= most])
     degree = dice.choice([own for own in (1, 1, 2, 4) if world % own == 0])
     micro_batches = dice.choice([1, 2, 3]) if degree == 1 else dice.choice([degree, degree + 1])
     each = dice.choice([1, 2]) * (world // degree)
     case = Drawn(
-        seed=seed, stock=stock, switches=switches, attention=dice.choice(["sdpa", "eager"]), stages=[],
+        seed=seed, stock=stock, switches=switches, attention=dice.choice(["sdpa", "eager"]), stages=(),
         schedule=dice.choice(["gpipe", "1f1b"]), batch=each * micro_batches, micro_batches=micro_batches,
         length=dice.choice([8, 8, 16, 16, 10]), padding=dice.random() < 0.5, positions=dice.random() < 0.3,
         optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
         clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
     )  # fmt: skip
-    layered = layered_model(without_weights(_model(case)))
+    layered = _layered(case)
     facts = facts_of(layered, _training(case), stock)
     kinds = {kind.name: kind for kind in facts.kinds}
     count = len(layered.layers)
@@ -186,8 +188,8 @@ def draw(seed: int, most: int = 8) -> Drawn:
         _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each))
         for index, layer in enumerate(layered.layers)
     ]
-    stages = [chosen[first:last] for first, last in zip([0, *cuts], [*cuts, count], strict=True)]
-    return replace(case, stages=stages)
+    parts = zip([0, *cuts], [*cuts, count], strict=True)
+    return replace(case, stages=tuple(tuple(chosen[first:last]) for first, last in parts))
 
 
 def _strategy(dice: random.Random, layered: LayeredModel, index: int, kind: LayerSpec, sizes: tuple[int, int]) -> str:
@@ -221,7 +223,7 @@ def _model(case: Drawn) -> nn.Module:
     kind, _ = _MODELS[case.stock]
     known = transformers.AutoConfig.for_model(kind).to_dict()
     drops = {name: value for name, value in _DROPS.items() if name in known}
-    config = transformers.AutoConfig.for_model(kind, **drops, **case.switches)
+    config = transformers.AutoConfig.for_model(kind, **drops, **dict(case.switches))
     config.architectures = [case.stock]
     config.use_cache = False
     with torch.random.fork_rng(devices=[]):
@@ -238,12 +240,22 @@ def _model(case: Drawn) -> nn.Module:
     return model
 
 
+def _layered(case: Drawn) -> LayeredModel:
+    """Found once for a case: a trial run takes long."""
+    return _layered_once(replace(case, stages=()))
+
+
+@lru_cache(maxsize=1)
+def _layered_once(case: Drawn) -> LayeredModel:
+    return layered_model(without_weights(_model(case)))
+
+
 def _batches(case: Drawn) -> list[dict[str, Tensor]]:
-    layered = layered_model(without_weights(_model(case)))
+    layered = _layered(case)
     generator = torch.Generator().manual_seed(case.seed)
     made = []
     for _ in range(case.steps * case.accumulate):
-        length = None if "image_size" in case.switches else case.length
+        length = None if "image_size" in dict(case.switches) else case.length
         batch = layered.example(case.batch, length, generator)
         if "input_ids" in batch:
             _pad(case, batch, generator)
@@ -312,8 +324,7 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
 
 
 def _plan(case: Drawn) -> galvatron.Plan:
-    layered = layered_model(without_weights(_model(case)))
-    plan = unpriced(facts_of(layered, _training(case), case.stock), case.stages)
+    plan = unpriced(facts_of(_layered(case), _training(case), case.stock), case.stages)
     return replace(plan, batch=case.batch, micro_batches=case.micro_batches, schedule=case.schedule)
 
 

@@ -43,6 +43,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.kind, found.said.partition(" ")[0]) == ("different", "losses")
 
 
+@pytest.mark.slow
 def test_the_cases_have_everything() -> None:
     """Otherwise the seeds would promise more than they try."""
     cases: list[Drawn] = [draw(seed) for seed in range(60)]
