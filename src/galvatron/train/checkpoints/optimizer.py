@@ -87,7 +87,7 @@ def prepare_optimizer(model: ParallelModel, optimizer: Optimizer, manifest: Mani
         for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
             for name, value in saved.items():
                 group[name] = _as_before(group.get(name), value)
-    else:
+    elif model.rank == 0:
         _LOG.warning(
             "optimizer: its parameters are in other groups than in the checkpoint, so learning rates and the like stay "
             "as they are given here; states are loaded by the names of parameters"
