@@ -69,3 +69,34 @@ def test_the_rank_that_failed_is_shown_first_and_all_stop(tmp_path: Path, plan_f
     assert "ValueError: the disk of rank 1 is full" in done.stderr
     position = done.stderr.index("the disk of rank 1 is full")
     assert "Connection" not in done.stderr[:position]
+
+
+_SESSION = """
+import torch, galvatron
+torch.set_num_threads(1)
+model = galvatron.parallelize(None, galvatron.Plan.load({plan!r}), device="cpu")
+batch = {{name: torch.ones(4, 8, dtype=torch.int64) for name in ("input_ids", "labels")}}
+raise ValueError("a typing mistake")
+print("loss", float(model.forward_backward(batch)))
+model.forward_backward({{}})
+print("still", "there")
+"""
+
+
+def test_at_a_prompt_without_torchrun(tmp_path: Path) -> None:
+    """A plan for one device needs no process group, and an error does not end the session."""
+    plan = tmp_path / "plan.json"
+    plan_for(Case(config=config("bert"), stages=[["single"] * 4], batch=4)).save(plan)
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=_SESSION.format(plan=str(plan)),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={key: value for key, value in os.environ.items() if key not in left_out} | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert "ValueError: a typing mistake" in done.stderr
+    assert "loss " in done.stdout
+    assert "error: batch: input_ids, labels missing; it has nothing" in done.stderr
+    assert "still there" in done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from oracle import Case, batches, first_weights
 from parity import plan_for
 from ranks import ranks
@@ -114,6 +115,15 @@ def test_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         galvatron.parallelize(None, plan_for(_CASE), device="cpu")
 
 
+def test_half_of_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidInput, match="RANK is set to 0, but MASTER_ADDR and MASTER_PORT not; start"):
+        galvatron.parallelize(None, plan_for(_CASE), device="cpu")
+
+
 def _feed(plan: galvatron.Plan, given: list[dict[str, Any]]) -> list[str]:
     """On a rank: what training and evaluation say to each of these batches; the model goes on after each."""
     model = galvatron.parallelize(None, plan, device="cpu")
@@ -157,4 +167,58 @@ def test_batches_without_inputs() -> None:
     labels = {"labels": batch["labels"]}
     for said in ranks(2).run(_feed, plan_for(case), [labels, batch]):
         assert all("input_ids" in message for message in said[:2])
+        assert said[2:] == ["", ""]
+
+
+_SPLIT = Case(config=config("gpt2"), stages=[["tp2"] * 4], batch=4, steps=1)
+_FUSED = replace(_SPLIT, stages=[["dp2", "dp2", "dp2", "dp2+fl"]])
+
+
+@pytest.mark.parametrize("case", [_SPLIT, _FUSED])
+def test_numbers_out_of_range(case: Case) -> None:
+    """Which a whole table refuses; 67 words."""
+    (batch,) = batches(case)
+
+    def changed(name: str, value: int) -> dict[str, Tensor]:
+        return {**batch, name: torch.where(torch.arange(8) == 3, value, batch[name])}
+
+    given = [changed("labels", -1), changed("labels", 67), changed("labels", -100), batch]
+    refused = ["batch: a label has -1; expected 0 to 66, or -100", "batch: a label has 67", "", ""]
+    if case is _SPLIT:
+        given = [changed("input_ids", 67), changed("input_ids", -1), *given]
+        refused = ["batch: a token has 67; expected 0 to 66", "batch: a token has -1", *refused]
+    for said in ranks(2).run(_feed, plan_for(case), given):
+        for sentence, start in zip(said, [each for each in refused for _ in range(2)], strict=True):
+            assert sentence.startswith(start)
+            assert bool(sentence) == bool(start)
+
+
+def test_inputs_that_nobody_reads() -> None:
+    """The stock model would compute something else with them."""
+    (batch,) = batches(_SPLIT)
+    vectors = torch.zeros(4, 8, 32)
+    given = [{**batch, "inputs_embeds": vectors}, {**batch, "shift_labels": batch["labels"]}, batch]
+    for said in ranks(2).run(_feed, plan_for(_SPLIT), given):
+        assert said[0].startswith("batch: inputs_embeds given, which no layer reads")
+        assert said[2].startswith("batch: shift_labels given, which no layer reads")
+        assert said[4] == said[5] == ""
+
+
+def test_labels_that_are_no_classes() -> None:
+    """The stock model would take them for another kind of loss."""
+    case = Case(config=config("vit"), stages=[["dp2"] * 4], batch=4, steps=1)
+    (batch,) = batches(case)
+    for said in ranks(2).run(_feed, plan_for(case), [{**batch, "labels": torch.rand(4, 10)}]):
+        assert said[0].startswith("batch: labels are torch.float32 of shape [4, 10]; expected numbers of classes")
+
+
+def test_sequences_that_a_later_stage_cannot_divide() -> None:
+    """Found by every rank before any message is sent: one of another length would end the process."""
+    stages = [["tp2", "tp2"], ["tp2+sp", "tp2"]]
+    case = Case(config=config("gpt2"), stages=stages, batch=4, micro_batches=2, steps=1)
+    (batch,) = batches(case)
+    odd = {name: rows[:, :7] for name, rows in batch.items()}
+    for said in ranks(4).run(_feed, plan_for(case), [odd, batch]):
+        assert said[0] == said[1]
+        assert said[0].startswith("batch: sequences of 7 tokens cannot be divided over 2 ranks, as 'tp2+sp' of layer 2")
         assert said[2:] == ["", ""]

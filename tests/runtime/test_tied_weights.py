@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from longer import longer
-from oracle import Case, single_process
-from parity import check
+from oracle import Case, batches, first_weights, single_process
+from parity import build, check, plan_for
+from ranks import ranks
 from small_models import config
-from torch import nn
+from torch import Tensor, nn
 
+import galvatron
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.tied.in_stage import attach_tied
 
@@ -118,3 +122,23 @@ def test_a_tied_weight_can_be_asked_for_its_type_before_its_module_runs() -> Non
         assert user.weight.isnan().all()
         assert user(torch.ones(1, 2)).tolist() == [[2.0, 2.0, 2.0]]
         assert not list(user.parameters())
+
+
+def _copies(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """On a rank: what it holds of the words after training."""
+    model = build(case, plan, folder)
+    optimizer = model.optimizer(lr=1e-2)
+    for batch in given:
+        model.forward_backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {local.name: local.master.detach() for local in model.locals if local.name == "shared.weight"}
+
+
+def test_copies_in_three_stages_stay_equal_to_the_last_bit() -> None:
+    """The encoder's words, the decoder's and the head's: three gradients, added in one order everywhere."""
+    stages = [["dp2"] * 2, ["dp2"] * 3, ["dp2"] * 2]
+    case = Case(config=config("t5", tie_word_embeddings=True), stages=stages, batch=6, steps=8, dtype=torch.float32)
+    folder = first_weights(case)
+    first, *others = ranks(6).run(_copies, case, plan_for(case), folder, batches(case))
+    assert all(torch.equal(first["shared.weight"], other["shared.weight"]) for other in others)

@@ -36,7 +36,7 @@ def _split_loss(given: list[_Scores]) -> list[tuple[Tensor, Tensor]]:
     for one in given:
         words = _words(one.logits.shape[-1], dist.get_rank(), dist.get_world_size())
         mine = one.logits[..., words.start : words.stop].clone().requires_grad_()
-        loss = SplitCrossEntropy(words, dist.group.WORLD)(mine, one.labels)
+        loss = SplitCrossEntropy(words, one.logits.shape[-1], dist.group.WORLD)(mine, one.labels)
         torch.autograd.backward(loss * one.gradient)
         assert mine.grad is not None
         found.append((loss.detach(), mine.grad))
@@ -110,7 +110,8 @@ def _split_lookup(weight: Tensor, ids: Tensor, padding: int | None, gradient: Te
     assert dist.group.WORLD is not None
     words = _words(len(weight), dist.get_rank(), dist.get_world_size())
     mine = nn.Parameter(weight[words.start : words.stop].clone())
-    vectors = SplitEmbedding(mine, words, padding, dist.group.WORLD)(ids)
+    stock = nn.Embedding(*weight.shape, padding_idx=padding)
+    vectors = SplitEmbedding(mine, words, stock, dist.group.WORLD)(ids)
     torch.autograd.backward(vectors, gradient)
     assert mine.grad is not None
     return vectors.detach(), mine.grad

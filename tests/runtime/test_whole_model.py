@@ -12,6 +12,7 @@ from parity import build, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor
+from traffic import Traffic
 
 import galvatron
 
@@ -95,3 +96,26 @@ def test_a_model_in_memory_gives_its_own_weights() -> None:
         assert whole.keys() == given.keys()
         for name, tensor in given.items():
             assert torch.equal(whole[name], tensor), name
+
+
+def _received(plan: galvatron.Plan) -> tuple[float, float]:
+    """On a rank: bytes that putting the whole together brings, and those of what it does not hold."""
+    model = galvatron.parallelize(None, plan, device="cpu")
+    names = {local.name: local.master.numel() for local in model.locals}
+    missing = sum(torch.Size(shape).numel() - names.get(name, 0) for name, shape in model.shapes.items())
+    with Traffic() as traffic:
+        for _ in model.whole_parameters():
+            pass
+    messages = [one for one in traffic.sent if one.operation in ("send", "receive")]
+    others = [one for one in traffic.sent if one not in messages]
+    assert sum(one.operation == "all_gather" for one in others) == len(others) == 2, "who holds what, as one object"
+    return sum(one.volume for one in messages), 4.0 * missing
+
+
+@pytest.mark.parametrize(
+    "stages", [[["dp4"] * 4], [["sdp4", "dp2-sdp2", "tp4", "tp2-sdp2"]], [["dp2", "sdp2"], ["tp2", "dp2+zero2"]]]
+)
+def test_a_rank_is_sent_what_it_does_not_hold(stages: list[list[str]]) -> None:
+    case = Case(config=config("llama"), stages=stages)
+    for received, missing in ranks(4).run(_received, plan_for(case)):
+        assert received == missing

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Sent", "Traffic"]
 
@@ -37,6 +38,7 @@ class Sent:
 _NAMES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "send": "send",
     "recv_": "receive",
@@ -59,7 +61,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation in ("monitored_barrier_", "barrier"):
             return
         name = _NAMES[operation]  # a KeyError is a collective that nobody counts yet
-        tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        tensors = tree_leaves(args[0])
         if name == "reduce_scatter":
             tensors = [args[1]]
         size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

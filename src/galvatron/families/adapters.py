@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import IGNORED, Activations, Batch, CrossEntropy, Layer, LayeredModel
 
 __all__ = [
@@ -71,7 +72,12 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def count_targets(labels: Tensor) -> int:
-    """How many labels count."""
+    """How many labels, which are numbers of classes, count."""
+    if labels.is_floating_point():
+        raise InvalidInput(
+            f"batch: labels are {labels.dtype} of shape {list(labels.shape)}; expected numbers of classes: for another "
+            "loss describe the model with such labels (galvatron.describe), and give parallelize the loss (loss=)"
+        )
     return int((labels != IGNORED).sum())
 
 
@@ -137,6 +143,7 @@ class ImageModel(LayeredModel):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        refuse_own_loss(model, "ForImageClassification")
         config = model.config
         single = config.problem_type in (None, "single_label_classification")
         require(model, config.num_labels > 1, "num_labels", "at least 2 classes")

@@ -8,20 +8,25 @@ from torch import nn
 
 from galvatron.families.discovery import families
 from galvatron.families.generic.adapter import Generic, LossFunction
+from galvatron.families.given import refuse_replaced
 from galvatron.families.layer import Batch, LayeredModel
 
 __all__ = ["layered_model"]
 
 
-def layered_model(model: nn.Module, batch: Batch | None = None, loss: LossFunction | None = None) -> LayeredModel:
+def layered_model(
+    model: nn.Module, batch: Batch | None = None, loss: LossFunction | None = None, *, generic: bool = False
+) -> LayeredModel:
     """The model as layers, which hold the model's own modules.
 
+    ``generic``: as one of no family, whatever it is: so it was described.
     For a model of no family: ``batch`` is an example of what it takes (Hugging Face's models need none), ``loss`` makes
     of its output and the batch the loss, summed over the targets (default: cross-entropy of the logits).
     """
-    adapter = _adapter(type(model))
+    adapter = None if generic else _adapter(type(model))
     if adapter is None or loss is not None:
         return Generic(model, batch, loss)
+    refuse_replaced(model)
     return adapter(model)
 
 

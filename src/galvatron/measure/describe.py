@@ -31,6 +31,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.own_module import InputsFunction, OwnLoss, own_module
+from galvatron.families.given import as_stock
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
@@ -70,7 +71,7 @@ def describe(
             raise InvalidInput(f"precision: {training!r} given; expected one of {', '.join(Precision)}")
         training = Training(precision=Precision(training))
     training = Training() if training is None else training
-    model = _with_buffers(model)
+    model = _with_buffers(as_stock(model))
     own = own_module(model, batch, loss, inputs)
     named = name or type(model).__name__
     if own is None:

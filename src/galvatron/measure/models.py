@@ -53,7 +53,7 @@ def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
         add_adapters(model, training.lora)
     freeze(model, training)
     asked = replace(spec.training, freeze=training.freeze, train_only=training.train_only, lora=training.lora)
-    return tuned(spec, layered_model(model), asked)
+    return tuned(spec, layered_model(model, generic=spec.family == "generic"), asked)
 
 
 def _load(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:

@@ -95,9 +95,11 @@ class _Hook:
         return found.decode(errors="replace")
 
     def _end(self, status: int) -> None:
-        """End without waiting for collectives that will never complete."""
+        """End without waiting for collectives that will never complete, unless somebody sits at a prompt."""
         sys.stderr.flush()
         sys.stdout.flush()
+        if sys.flags.interactive or sys.flags.inspect or hasattr(sys, "ps1"):
+            return
         os._exit(status)
 
 

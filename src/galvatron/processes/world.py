@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from galvatron.core.errors import InvalidInput, RankFailure
@@ -113,16 +113,27 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Its settings in the environment, by their name and their old name."""
 
 
-def join() -> None:
-    """Join the other processes, if the program has not done so: NCCL on GPUs, gloo elsewhere."""
+_MEETING = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says besides the rank."""
+
+
+def join(*, alone: bool = False) -> None:
+    """Join the other processes, if the program has not done so: NCCL on GPUs, gloo elsewhere. ``alone``: without
+    torchrun there is just this one, as in a notebook."""
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not alone:
         raise InvalidInput(
             "no process group: start the program with torchrun, or call torch.distributed.init_process_group first"
         )
-    device = claim_device(int(os.environ["RANK"]))
-    store, rank, world = meet()
+    missing = [name for name in _MEETING if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise InvalidInput(
+            f"RANK is set to {os.environ['RANK']}, but {' and '.join(missing)} not; start the program with torchrun, "
+            "which sets them all, or set them"
+        )
+    device = claim_device(int(os.environ.get("RANK", 0)))
+    store, rank, world = meet() if "RANK" in os.environ else (HashStore(), 0, 1)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     else:

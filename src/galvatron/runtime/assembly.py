@@ -68,6 +68,8 @@ class RankStage:
     """All of the pipeline."""
     assignments: RowAssignments
     rank: int
+    turns: bool = False
+    """Whether the backward of each micro-batch follows its forward at once, as it does in the last stage with 1F1B."""
 
 
 def assemble(
@@ -98,7 +100,7 @@ class _Assembler:
         self.plan, self.stages, self.assignments = rank_stage.plan, rank_stage.stages, rank_stage.assignments
         self.position = Position(self.plan.ranks, rank_stage.rank)
         self.maker = UnitMaker(pool, self.position, settings)
-        self._first_trained = layered.first_trained
+        self._first_trained, self._turns = layered.first_trained, rank_stage.turns
         self.units: list[Unit] = []
         self.layer_units: list[LayerUnits] = []
         self.owners: dict[int, LocalParameter] = {}
@@ -137,7 +139,7 @@ class _Assembler:
             to_float8(layer, self.settings.device)
         part = _Part(
             index=index, layer=layer, strategy=strategy, stage_layer=stage_layer, tensor=tensor, splits=splits,
-            partial=partial, used_later=self._used_later(index), values=values,
+            partial=partial, used_soon=self._used_soon(index), values=values,
             shapes={name: tuple(value.shape) for name, value in values.items()},
         )  # fmt: skip
         self._attach_tied(part)
@@ -228,8 +230,10 @@ class _Assembler:
     def _stages_of(self, tie: Tie) -> list[StagePlan]:
         return [stage for stage in self.stages if stage.uses(tie)]
 
-    def _used_later(self, index: int) -> bool:
-        """Whether a later layer of the stage will use a weight of this one."""
+    def _used_soon(self, index: int) -> bool:
+        """Whether a later layer of the stage will use a weight of this one, or backward begins with it at once."""
+        if self._turns and index == self.plan.layers[-1]:
+            return True
         return any(
             use.layer in self.plan.layers and use.layer > index
             for number, tie, _ in self._ties(index)

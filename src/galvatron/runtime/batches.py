@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,9 @@ class Reader:
         """``needs``: names of the inputs that this stage's layers of each distinct assignment read; ``index``: of the
         rank in its stage."""
         self._layered, self._needs, self._assignments, self._index = layered, needs, assignments, index
+        self.check_shapes: Callable[[tuple[tuple[str, tuple[int, ...]], ...]], None] | None = None
+        """Called with the shapes of one sample of each input: raises where layers cannot be divided so."""
+        self._taken = frozenset[str]().union(*(layer.inputs for layer in layered.layers)) | layered.required
         self._micro_batches, self._device, self._dtype = micro_batches, settings.device, settings.dtype
 
     def local(self, batch: Batch, *, compared: bool = False) -> LocalBatch:
@@ -84,13 +87,21 @@ class Reader:
                     f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
                     f"({self._micro_batches} micro-batches of {self._assignments.rows}), the same on every rank"
                 )
+        unknown = sorted(batch.keys() - self._taken)
+        if unknown:
+            raise InvalidInput(
+                f"batch: {', '.join(unknown)} given, which no layer reads, so that it would be ignored; expected "
+                f"{', '.join(sorted(self._taken))}: leave it out"
+            )
         missing = self._layered.required - batch.keys()
         if missing:
             raise InvalidInput(
                 f"batch: {', '.join(sorted(missing))} missing; it has {', '.join(sorted(batch)) or 'nothing'}"
             )
-        parts = [self._part(batch, number) for number in range(self._micro_batches)]
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in batch.items()}
+        if self.check_shapes is not None:
+            self.check_shapes(tuple(shapes.items()))
+        parts = [self._part(batch, number) for number in range(self._micro_batches)]
         figures = figures_of(batch, self.rows_read()) if compared else None
         return LocalBatch(parts, self._layered.targets(batch), shapes, figures)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron.core.spec import schedule_named
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Kind, schedule_named
 from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
@@ -67,7 +70,9 @@ class _Builder:
 
     def build(self, weights: Weights) -> ParallelModel:
         assignments = self.assignments[self.number]
-        mine = RankStage(plan=self.stage, stages=self.stages, assignments=assignments, rank=self.rank)
+        mine = RankStage(
+            plan=self.stage, stages=self.stages, assignments=assignments, rank=self.rank, turns=self._turns
+        )
         assembly = assemble(self.layered, mine, self.pool, weights, self.settings)
         exchanges = self._exchanges(assembly)
         index = self.stage.ranks.index(self.rank)
@@ -79,6 +84,8 @@ class _Builder:
             micro_batches=self.plan.micro_batches,
             settings=self.settings,
         )
+        if any(strategy.sequence_parallel for stage in self.stages for strategy in stage.strategies):
+            reader.check_shapes = cache(self._check_lengths)
 
         def expect_backward(last: bool) -> None:
             for unit in assembly.units:
@@ -108,12 +115,33 @@ class _Builder:
         )
         return ParallelModel(self.plan, parts, self.settings)
 
+    @property
+    def _turns(self) -> bool:
+        """Whether each forward on this rank is followed by its own backward."""
+        actions = self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches)
+        pairs = zip(actions[::2], actions[1::2], strict=False)
+        return all(first.micro_batch == second.micro_batch for first, second in pairs)
+
     def _needs(self) -> list[frozenset[str]]:
         assignments = self.assignments[self.number]
         needs: list[frozenset[str]] = [frozenset()] * len(assignments.distinct)
         for index, assignment in zip(self.stage.layers, assignments.numbers, strict=True):
             needs[assignment] |= self.layered.layers[index].inputs
         return needs
+
+    def _check_lengths(self, samples: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        """Every rank finds out before any of them sends, because messages of other lengths would end the process."""
+        for stage in self.stages:
+            for index, strategy in zip(stage.layers, stage.strategies, strict=True):
+                degree = strategy.degree(Kind.TP)
+                if not strategy.sequence_parallel or degree == 1:
+                    continue
+                for shape in self.layered.carried(index, dict(samples)):
+                    if shape[0] % degree:
+                        raise InvalidInput(
+                            f"batch: sequences of {shape[0]} tokens cannot be divided over {degree} ranks, as "
+                            f"{str(strategy)!r} of layer {index} would; pad them to a multiple"
+                        )
 
     def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
         layout = self.stage.strategies[0].layout

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import LOSS_CHUNK_CELLS
+from galvatron.families.given import has_hooks
 from galvatron.families.layer import IGNORED, CrossEntropy, Layer
 from galvatron.runtime import collectives
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.split import TensorGroup
-from galvatron.runtime.tensor_parallel.vocabulary import Smoothing, SplitCrossEntropy, smoothed_target
+from galvatron.runtime.tensor_parallel.vocabulary import Smoothing, SplitCrossEntropy, check_range, smoothed_target
 
 __all__ = ["fuse"]
 
@@ -36,6 +38,12 @@ def fuse(layer: Layer, tensor: TensorGroup | None, *, compiled: bool) -> None:
     projection, loss = layer.get_submodule(layer.projection), layer.loss
     assert isinstance(loss, SplitCrossEntropy | CrossEntropy)
     split = isinstance(loss, SplitCrossEntropy)
+    if not split and has_hooks(projection):
+        raise InvalidInput(
+            f"layer {layer.kind!r}: {layer.projection} has a hook, which would not run where projection and loss are "
+            "fused; remove it, or plan without that (fused_loss=False)"
+        )
+    count = loss.count if isinstance(loss, SplitCrossEntropy) else len(projection.get_parameter("weight"))
     deferred = _Deferred(projection, tensor if split else None)
     layer.replace_module(layer.projection, deferred)
     smoothing = loss.smoothing.share if isinstance(loss, SplitCrossEntropy) else loss.smoothing
@@ -44,7 +52,7 @@ def fuse(layer: Layer, tensor: TensorGroup | None, *, compiled: bool) -> None:
         chunk = partial(_split, words=loss.words, group=loss.group, smoothing=loss.smoothing)
     elif compiled:
         chunk = partial(compiler().function(_compiled), smoothing=smoothing)
-    layer.replace_module("loss", _ChunkedLoss(deferred, chunk))
+    layer.replace_module("loss", _ChunkedLoss(deferred, chunk, count))
 
 
 class _Deferred(nn.Module):
@@ -74,12 +82,15 @@ class _Deferred(nn.Module):
 class _ChunkedLoss(nn.Module):
     """The sum of negative log-probabilities; ignored targets add nothing."""
 
-    def __init__(self, projection: _Deferred, chunk: _Chunk) -> None:
+    def __init__(self, projection: _Deferred, chunk: _Chunk, count: int) -> None:
+        """``count``: words of the vocabulary."""
         super().__init__()
+        self._count = count
         self._projection = (projection,)  # no module of this one
         self._chunk = chunk
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        check_range(labels, self._count, "a label", ignored=IGNORED)
         (projection,) = self._projection
         assert projection.used is not None
         (weight, bias), projection.used = projection.used, None

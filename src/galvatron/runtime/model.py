@@ -19,7 +19,9 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.habits import advice, check_optimizer_kind, hooks_of, watch
 from galvatron.runtime.optimizers import has_fused, torch_class
+from galvatron.runtime.pending_loss import PendingLoss
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.products import products
 from galvatron.runtime.randomness import RandomState, restored
@@ -39,37 +41,6 @@ def _as_it_is(batch: Any) -> Batch:
             "batches as example="
         )
     return batch
-
-
-class PendingLoss:
-    """A number that may still be under way: ``float(loss)``, ``loss.item()`` and formatting wait for it.
-
-    No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
-    last ones could already update their weights, so it is best read after the optimizer's step.
-    """
-
-    def __init__(self, total: Tensor, work: dist.Work | None) -> None:
-        """``work``: the sum over ranks that ``total`` is part of."""
-        self._total, self._work = total, work
-
-    def tensor(self) -> Tensor:
-        """The value as a tensor on the model's device; computing with it waits on the device, not here."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._total
-
-    def item(self) -> float:
-        return float(self.tensor())
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __repr__(self) -> str:
-        return f"PendingLoss({self.item()})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +79,37 @@ class ParallelModel:
         """A batch in the user's own form as named tensors."""
         self.compares_batches = compared_here()
         """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
+        self.training = True
+        """Whether :meth:`forward_backward` drops out, as ``train()`` and ``eval()`` say."""
+        self._hooks = [hooks_of(local.master) for local in self.locals]
+        watch(self)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(advice(name))
+
+    def __call__(self, *_: Any, **__: Any) -> PendingLoss:
+        """Refused: a batch goes forward and backward at once."""
+        raise InvalidInput(
+            "model(…): forward and backward of a batch run together; call model.forward_backward(batch), or "
+            "model.evaluate(batch) for the loss alone"
+        )
+
+    def __deepcopy__(self, memo: Any) -> ParallelModel:
+        """Refused, for ``AveragedModel`` and others that copy what they are given."""
+        raise InvalidInput(
+            "model: one rank's share of it cannot be copied (copy.deepcopy, AveragedModel); to average weights, keep "
+            "copies of model.parameters() and update these after each step"
+        )
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Drop out in training, which is how it starts; False: do not."""
+        self.training = mode
+        self._pipeline.stage.train(mode)
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Do not drop out, in :meth:`forward_backward` either; :meth:`evaluate` never does."""
+        return self.train(False)
 
     @property
     def rank(self) -> int:
@@ -150,11 +152,20 @@ class ParallelModel:
         kind = kind or torch_class(optimizer_named(self.plan.model.training.optimizer))
         if has_fused(kind) and "foreach" not in options:
             options.setdefault("fused", True)
-        if decay_vectors:
-            return kind(list(self.parameters()), **options)
         matrices = [local.master for local in self.locals if len(local.shard.shape) > 1]
         vectors = [local.master for local in self.locals if len(local.shard.shape) <= 1]
-        return kind([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options)
+        groups: list[Any] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        made = kind(list(self.parameters()) if decay_vectors else groups, **options)
+        check_optimizer_kind(made, self.locals)
+        return made
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, as ``optimizer.zero_grad()`` does."""
+        for parameter in self.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient; the same on every rank."""
@@ -206,7 +217,7 @@ class ParallelModel:
         if self.compares_batches and local.figures is not None:
             compare_batches(local.figures, self.device)
             self.compares_batches = False
-        self._check_frozen()
+        self._check_parameters()
         earlier = self._set_aside()
         for unit in self._units:
             unit.refresh()
@@ -238,9 +249,14 @@ class ParallelModel:
         finally:
             self._pipeline.pass_timer = None
 
-    def _check_frozen(self) -> None:
+    def _check_parameters(self) -> None:
         """Gradients are summed, and parameters held, by what was frozen at first: a change would be ignored."""
-        for local in self.locals:
+        for local, own_hooks in zip(self.locals, self._hooks, strict=True):
+            if hooks_of(local.master) != own_hooks:
+                raise InvalidInput(
+                    f"{local.name}: has a hook, which would not run or see a part of the gradient; remove it, and look "
+                    "at gradients after forward_backward, when they are complete"
+                )
             if local.master.requires_grad != local.trained:
                 done, was = ("unfrozen", "frozen") if local.master.requires_grad else ("frozen", "trained")
                 raise InvalidInput(
@@ -265,7 +281,7 @@ class ParallelModel:
             with products(tf32=self._tf32):
                 loss = self._pipeline.evaluate(local, self._iteration)
         finally:
-            self._pipeline.stage.train()
+            self._pipeline.stage.train(self.training)
             for unit in self._units:
                 unit.end_evaluation()
         return self._mean(loss)

@@ -19,6 +19,7 @@ from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.own_module import InputsFunction, check_sum, own_module
+from galvatron.families.given import as_stock
 from galvatron.families.layer import LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
@@ -91,13 +92,18 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"parallelize() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-    join()
+    join(alone=sum(len(stage.devices) for stage in plan.stages) == 1)
     report_failures()
     check_world(plan, dist.get_world_size())
     check_schedule(plan)
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
+    if loss is not None and plan.model.family != "generic":
+        raise InvalidInput(
+            f"loss: given, but the plan was made for {plan.model.name!r} with its own loss; describe the model "
+            "(galvatron.describe) and plan for that"
+        )
     if isinstance(model, nn.Module):
-        model = without_peft(model)
+        model = without_peft(as_stock(model))
     start_alike(
         model if options.get("weights") is None and _has_values(model) else None,
         _place(options.get("device")),
@@ -118,13 +124,13 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
         example = example_of(stock, plan.model.training)
-    lora = plan.model.training.lora
+    lora, generic = plan.model.training.lora, plan.model.family == "generic"
     plain = None
     if lora is not None and not has_adapters(stock):
-        plain = layered_model(without_weights(stock), example, loss)
+        plain = layered_model(without_weights(stock), example, loss, generic=generic)
         add_adapters(stock, lora)
     freeze(stock, plan.model.training)
-    layered = layered_model(stock, example, loss)
+    layered = layered_model(stock, example, loss, generic=generic)
     check_model(plan, layered)
     smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)

@@ -142,7 +142,7 @@ def _made_equal(model: nn.Module) -> nn.Module:
 
 
 def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
-    layered = layered_model(without_weights(model), example, loss)
+    layered = layered_model(without_weights(model), example, loss, generic=plan.model.family == "generic")
     rows, count = _rows(plan), min(plan.micro_batches, max(2, plan.pipeline_degree))
     batches = trial_batches(layered, model, (rows * count, _length(plan)), example, loss)
     plan = replace(plan, batch=rows * count, micro_batches=count)

@@ -180,7 +180,9 @@ def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:
 
 
 def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -> str | None:
-    layered = layered_model(without_weights(trial.model), trial.example, trial.loss)
+    layered = layered_model(
+        without_weights(trial.model), trial.example, trial.loss, generic=trial.plan.model.family == "generic"
+    )
     settings = ComputeSettings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
     parallel = build(trial.plan, layered, settings, ModelWeights(layered, trial.model))
     found = None

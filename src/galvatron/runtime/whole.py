@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from galvatron.families.layer import LayeredModel
+from galvatron.runtime.collectives import all_gather_object
+from galvatron.runtime.data_parallel.shards import ParameterShard
 from galvatron.runtime.data_parallel.units import LocalParameter
 
 __all__ = ["clip_", "gradient_norm", "shapes_of", "whole"]
@@ -64,18 +67,71 @@ def whole(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) for each parameter, the same on every rank; ``pick``: what of it (its value, gradient …).
+    """(name, whole tensor) for each parameter, on every rank; ``pick``: what of it (its value, gradient …).
 
-    All ranks must take all of them. Each piece is added by one of the ranks that hold it, so sums are exact.
+    All ranks must take all of them. A rank is sent the pieces that it does not hold, and no others, each by one of
+    those that hold it; they take turns.
     """
     held = {local.name: local for local in locals_}
+    pieces = _pieces(locals_, device)
     for name, shape in shapes.items():
         total = torch.zeros(shape, dtype=dtype, device=device)
         local = held.get(name)
-        if local is not None and local.primary:
-            part = pick(local)
-            if part is not None and part.numel():
-                local.shard.put(part, total)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+        own = None
+        if local is not None:
+            picked = pick(local)
+            own = torch.zeros_like(local.master) if picked is None else picked.detach()
+            own = own.to(device, dtype)
+            local.shard.put(own, total)
+        _exchange(pieces.get(name, []), own, total)
         yield name, total
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a parameter, and who holds it."""
+
+    shard: ParameterShard
+    holders: tuple[int, ...]
+    others: tuple[int, ...]
+    """Who has to be sent it."""
+
+
+def _pieces(locals_: Sequence[LocalParameter], device: torch.device) -> dict[str, list[_Piece]]:
+    """Of each parameter the pieces that make up the whole, the same on every rank."""
+    if dist.get_world_size() == 1:
+        return {}
+    mine = [(local.name, local.shard, local.primary) for local in locals_]
+    found: list[list[tuple[str, ParameterShard, bool]]] = all_gather_object(mine, device)
+    everyone = [{name: shard for name, shard, _ in own} for own in found]
+    pieces: dict[str, list[_Piece]] = {}
+    for name, shard, primary in (each for own in found for each in own):
+        if not primary or not shard.numel:
+            continue
+        holders = tuple(rank for rank, held in enumerate(everyone) if held.get(name) == shard)
+        others = tuple(
+            rank
+            for rank, held in enumerate(everyone)
+            if rank not in holders and not (name in held and held[name].is_whole)
+        )
+        pieces.setdefault(name, []).append(_Piece(shard, holders, others))
+    return pieces
+
+
+def _exchange(pieces: Sequence[_Piece], own: Tensor | None, total: Tensor) -> None:
+    """Send what this rank holds to those that do not, and put what it receives into its place."""
+    rank = dist.get_rank()
+    operations: list[dist.P2POp] = []
+    received: list[tuple[_Piece, Tensor]] = []
+    for piece in pieces:
+        for turn, other in enumerate(piece.others):
+            sender = piece.holders[turn % len(piece.holders)]
+            if sender == rank and own is not None:
+                operations.append(dist.P2POp(dist.isend, own.contiguous(), other))
+            elif other == rank:
+                received.append((piece, total.new_empty(piece.shard.size)))
+                operations.append(dist.P2POp(dist.irecv, received[-1][1], sender))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    for piece, tensor in received:
+        piece.shard.put(tensor, total)

@@ -32,7 +32,7 @@ from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
 from galvatron.families.generic.tensor_rules import find_rules
 from galvatron.families.generic.trial import find_blocks
-from galvatron.families.layer import Batch, Layer, LayeredModel, Tie, Use
+from galvatron.families.layer import IGNORED, Batch, Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Columns, Experts, Rows, Rule, SharedKey, Summed, Vocabulary, VocabularyLoss
 
 __all__ = ["Generic", "LossFunction", "logits_of", "shortened"]
@@ -50,7 +50,7 @@ class Generic(LayeredModel):
         super().__init__(model)
         refuse_capacity(model)
         refuse_layer_drop(model)
-        self._sample = batch
+        self._sample, self._own_loss = batch, loss is not None
         self._images = ImageRows(model)
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
         if type(model).__module__.startswith("transformers."):
@@ -237,8 +237,8 @@ class Generic(LayeredModel):
         return (samples[PIXELS][0] if listed else 1, *self._entry[1])
 
     def targets(self, batch: Batch) -> int:
-        labels = batch["labels"]
-        return count_targets(labels[..., 1:] if self._shifted else labels)
+        labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
+        return int((labels != IGNORED).sum()) if self._own_loss else count_targets(labels)
 
     @property
     def takes_tokens(self) -> bool:

@@ -17,6 +17,7 @@ from galvatron.families.adapters import (
     require,
     stock_children,
 )
+from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Attribute, Columns, Region, Rows, Vocabulary, VocabularyLoss, Whole
 
@@ -97,6 +98,7 @@ class Gpt2(LayeredModel):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        refuse_own_loss(model, "ForCausalLM")
         require(model, not model.config.add_cross_attention, "add_cross_attention", "false")
         self.config = model.config
         decoders = [_Decoder(model, index) for index in range(len(model.transformer.h))]

@@ -21,6 +21,7 @@ from galvatron.families.adapters import (
     stock_children,
 )
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
+from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Columns, Region, Vocabulary, VocabularyLoss
 
@@ -97,6 +98,7 @@ class Llama(LayeredModel):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        refuse_own_loss(model, "ForCausalLM")
         self.config = model.config
         self.rotary = model.model.rotary_emb
         decoders = [_Decoder(model, index) for index in range(len(model.model.layers))]

@@ -66,8 +66,9 @@ class Bench:
 
     def _made(self) -> LayeredModel:
         assert self._model.config is not None
-        stock = build_meta(self._model.config, self._model.training, as_named=self._model.family == "generic")
-        return layered_model(stock, example_of(stock, self._model.training))
+        generic = self._model.family == "generic"
+        stock = build_meta(self._model.config, self._model.training, as_named=generic)
+        return layered_model(stock, example_of(stock, self._model.training), generic=generic)
 
     def probe(self, variant: Variant, samples: int) -> Probe:
         run = self._run(variant, samples)

@@ -37,8 +37,9 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
     The process group may be a real one. Memory is counted from before the model is built; the batch is older.
     """
     assert plan.model.config is not None
-    stock = build_meta(plan.model.config, plan.model.training)
-    layered = layered_model(stock, example_of(stock, plan.model.training))
+    generic = plan.model.family == "generic"
+    stock = build_meta(plan.model.config, plan.model.training, as_named=generic)
+    layered = layered_model(stock, example_of(stock, plan.model.training), generic=generic)
     weights = CheapWeights(layered)
     batch = _batch(layered, plan)
     meter = meter_for(device)

@@ -39,8 +39,9 @@ class FilledLayer:
     """By TP and EP; other parameters are whole."""
     partial: frozenset[str]
     """Of the whole ones, those of whose gradient each TP rank has a part."""
-    used_later: bool
-    """Whether a later layer of the stage uses one of its parameters."""
+    used_soon: bool
+    """Whether its parameters are used again at once after its forward: one by a later layer of the stage, or all of
+    them by its own backward."""
 
     def shard(self, name: str, rows: range | None = None) -> ParameterShard:
         """This rank's part of a parameter."""
@@ -167,7 +168,7 @@ class UnitMaker:
             spread.module,
             groups,
             self._settings,
-            reshard=not (zero2 or part.used_later),
+            reshard=not (zero2 or part.used_soon),
             others={parameter for parameter in spread.module.parameters() if parameter not in own},
         )
         place, degree = coordinate(self._position.index, spread.sharded), degree_of(spread.sharded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -68,6 +69,26 @@ class ParameterShard:
     """Each along a dim of its own."""
     rows: range | None = None
     """Of the first dim after the splits; None: all."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        size = list(self.shape)
+        for split in self.splits:
+            size[split.dim] = sum(map(len, split.runs(self.shape[split.dim])))
+        if self.rows is not None:
+            size[0] = len(self.rows)
+        return tuple(size)
+
+    @property
+    def numel(self) -> int:
+        """How many numbers that has."""
+        return math.prod(self.size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the parameter."""
+        return self.size == self.shape
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.given import has_hooks
 from galvatron.families.layer import CrossEntropy, Layer
 from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
@@ -130,6 +131,7 @@ class _Splitter:
         self._words, self._vocabulary = range(0), 0
 
     def columns(self, rule: Columns) -> None:
+        self._refuse_hooks(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -149,6 +151,7 @@ class _Splitter:
         self._replace(rule.path, replacement, adapter)
 
     def rows(self, rule: Rows) -> None:
+        self._refuse_hooks(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -164,6 +167,14 @@ class _Splitter:
         replacement = SplitRows(weight, bias, self.tensor.group, transposed=transposed)
         replacement.sequence, replacement.takes_whole = self.tensor.sequence, rule.takes_whole
         self._replace(rule.path, replacement, adapter)
+
+    def _refuse_hooks(self, path: str) -> None:
+        """Another module takes the place of this one."""
+        if has_hooks(self.layer.get_submodule(path)):
+            raise InvalidInput(
+                f"layer {self.layer.kind!r}: {path} has a hook, which would not run where tensor parallelism splits "
+                "the module; remove it, or plan without TP (--space dp+pp)"
+            )
 
     def _adapted(self, path: str) -> tuple[str, Adapter | None]:
         """Where the projection of this path has its weight, and the adapter beside it."""
@@ -191,7 +202,8 @@ class _Splitter:
         assert weight is not None
         words = part_of(module.num_embeddings, self.tensor.index, self.tensor.degree)
         if type(module) is nn.Embedding:
-            replacement = SplitEmbedding(weight, words, module.padding_idx, self.tensor.group)
+            self._refuse_hooks(rule.path)
+            replacement = SplitEmbedding(weight, words, module, self.tensor.group)
             self.layer.replace_module(rule.path, replacement)
         else:  # its own forward does more than look up: it scales, for one
             split_lookup(module, words, self.tensor.group)
@@ -216,7 +228,9 @@ class _Splitter:
         whole = self.layer.get_submodule(rule.path)
         assert isinstance(whole, CrossEntropy)
         smoothing = Smoothing(whole.smoothing, self._vocabulary)
-        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self.tensor.group, smoothing))
+        self.layer.replace_module(
+            rule.path, SplitCrossEntropy(self._words, self._vocabulary, self.tensor.group, smoothing)
+        )
 
     def experts(self, rule: Experts) -> None:
         group = self.tensor.group

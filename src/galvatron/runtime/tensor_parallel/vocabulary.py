@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
@@ -14,19 +15,37 @@ from galvatron.families.layer import IGNORED
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["Smoothing", "SplitCrossEntropy", "SplitEmbedding", "smoothed_target", "split_lookup"]
+__all__ = ["Smoothing", "SplitCrossEntropy", "SplitEmbedding", "check_range", "smoothed_target", "split_lookup"]
+
+
+def check_range(numbers: Tensor, count: int, what: str, *, ignored: int | None = None) -> None:
+    """Refuse numbers of words that there are not, as a whole table would; a GPU finds out by itself, later."""
+    if isinstance(numbers, FakeTensor):
+        return
+    fine = (numbers >= 0) & (numbers < count)
+    if ignored is not None:
+        fine |= numbers == ignored
+    if numbers.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(fine.all(), f"batch: {what} out of range: not 0 to {count - 1}")
+    elif not fine.all():
+        wrong = int(numbers[~fine].flatten()[0])
+        also = "" if ignored is None else f", or {ignored} for what does not count"
+        raise InvalidInput(f"batch: {what} has {wrong}; expected 0 to {count - 1}{also}")
 
 
 class SplitEmbedding(nn.Module):
     """Each rank looks up the words it holds; the vectors are summed."""
 
-    def __init__(self, weight: nn.Parameter, words: range, padding: int | None, group: ProcessGroup) -> None:
+    def __init__(self, weight: nn.Parameter, words: range, whole: nn.Embedding, group: ProcessGroup) -> None:
+        """``whole``: in whose place it is."""
         super().__init__()
         self.weight = weight
         self.words, self.group = words, group
+        self._count, padding = whole.num_embeddings, whole.padding_idx
         self._padding = padding - words.start if padding is not None and padding in words else None
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_range(ids, self._count, "a token")
         mine = (ids >= self.words.start) & (ids < self.words.stop)
         if not len(self.words):  # more ranks than rows: this one has nothing to look up
             vectors = self.weight.sum() * mine.unsqueeze(-1).expand(*ids.shape, self.weight.shape[1])
@@ -45,10 +64,11 @@ def split_lookup(module: nn.Embedding, words: range, group: ProcessGroup) -> Non
         raise InvalidInput(
             f"{type(module).__name__}: has fewer rows than tensor-parallel ranks; plan with a lower degree"
         )
-    mine: list[Tensor] = []
+    count, mine = module.num_embeddings, list[Tensor]()
 
     def look(own: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids = args[0]
+        check_range(ids, count, "a token")
         held = (ids >= words.start) & (ids < words.stop)
         mine.append(held)
         return torch.where(held, ids - words.start, 0), *args[1:]
@@ -79,11 +99,13 @@ UNSMOOTHED = Smoothing(0.0, 0)
 class SplitCrossEntropy(nn.Module):
     """The sum of negative log-probabilities from logits split by vocabulary."""
 
-    def __init__(self, words: range, group: ProcessGroup, smoothing: Smoothing = UNSMOOTHED) -> None:
+    def __init__(self, words: range, count: int, group: ProcessGroup, smoothing: Smoothing = UNSMOOTHED) -> None:
+        """``words``: this rank's, of ``count`` in all."""
         super().__init__()
-        self.words, self.group, self.smoothing = words, group, smoothing
+        self.words, self.count, self.group, self.smoothing = words, count, group, smoothing
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        check_range(labels, self.count, "a label", ignored=IGNORED)
         loss: Tensor = _SplitCrossEntropy.apply(
             logits.flatten(0, -2), labels.flatten(), self.words, self.group, self.smoothing
         )

@@ -50,10 +50,15 @@ class TieExchange:
         self._group = group
         self._sends: list[tuple[int, int, int]] = []
         self._receives: list[tuple[int, int, int]] = []
+        self._copies: list[list[int]] = []
+        """Of each copy, in the order of stages, which of the received pieces are its."""
         mine = next(index for index, copy in enumerate(copies) if any(holding.rank == rank for holding in copy))
+        self._mine = mine
         me = next(holding for holding in copies[mine] if holding.rank == rank)
         for index, copy in enumerate(copies):
+            before = len(self._receives)
             if index == mine:
+                self._copies.append([])
                 continue
             for sender, start, stop in _sources(me, copies[mine], copy):
                 self._receives.append((sender, start - me.start, stop - me.start))
@@ -61,9 +66,11 @@ class TieExchange:
                 for sender, start, stop in _sources(other, copy, copies[mine]):
                     if sender == rank:
                         self._sends.append((other.rank, start - me.start, stop - me.start))
+            self._copies.append(list(range(before, len(self._receives))))
 
     def __call__(self, gradient: Tensor) -> None:
-        """Add the other copies' gradients to this one, in place."""
+        """Add the other copies' gradients to this one, in place; all stages in one order, so that the sums are equal to
+        the last bit."""
         sending = [gradient[start:stop].clone() for _, start, stop in self._sends]
         received = [gradient.new_empty(stop - start, *gradient.shape[1:]) for _, start, stop in self._receives]
         operations = [
@@ -76,8 +83,14 @@ class TieExchange:
         ]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        for tensor, (_, start, stop) in zip(received, self._receives, strict=True):
-            gradient[start:stop] += tensor
+        own = gradient.clone()
+        gradient.zero_()
+        for copy, pieces in enumerate(self._copies):
+            if copy == self._mine:
+                gradient += own
+            for piece in pieces:
+                _, start, stop = self._receives[piece]
+                gradient[start:stop] += received[piece]
 
 
 def _sources(receiver: Holding, copy: Sequence[Holding], other: Sequence[Holding]) -> list[tuple[int, int, int]]:

@@ -25,7 +25,7 @@ from galvatron.runtime.randomness import RandomState
 from galvatron.train.checkpoints.folder import Saved, complete, discard
 from galvatron.train.checkpoints.layout import Part, buffer_parts, staged, targets
 from galvatron.train.checkpoints.manifest import FORMAT_VERSION, MANIFEST, Manifest
-from galvatron.train.checkpoints.optimizer import check_optimizer, describe_optimizer, prepare_optimizer
+from galvatron.train.checkpoints.optimizer import check_optimizer, describe_optimizer, prepare_optimizer, same_groups
 from galvatron.train.checkpoints.storage import PartsToRead, PartsToWrite, Reader, Writer
 from galvatron.train.checkpoints.together import from_first, together
 
@@ -142,7 +142,9 @@ class Checkpoints:
             manifest = Manifest.parse(text, saved.path / MANIFEST)
             together(group, lambda: self._check(manifest, saved, model, optimizer))
             if optimizer is not None:
-                prepare_optimizer(model, optimizer, manifest)
+                same = torch.tensor(same_groups(model, optimizer, manifest.optimizer))
+                dist.all_reduce(same, dist.ReduceOp.BAND, group=group)  # for all ranks alike
+                prepare_optimizer(model, optimizer, manifest, regroup=not same)
             buffers = _empty_buffers(model, manifest)
             parts = targets(model, optimizer) | buffer_parts(buffers)
             together(group, lambda: _check_tensors(parts, manifest))

@@ -128,8 +128,22 @@ def _facts(plan: Mapping[str, Any], tensors: Mapping[str, _Outline]) -> _Facts:
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
     tensors = merged_shapes(tensors)
+    _check_names(stock, tensors)
     names = saved_names(stock, list(tensors))
     return _Facts(config=config, names=names, tensors=tensors, stock=stock, lora=lora_of_plan(plan))
+
+
+def _check_names(stock: Any, tensors: Mapping[str, _Outline]) -> None:
+    """What the class of the configuration does not have, ``from_pretrained`` would drop without a word."""
+    known = {name: tuple(own.shape) for name, own in stock.state_dict(keep_vars=True).items()}
+    for name, (shape, _) in tensors.items():
+        if known.get(name) != shape:
+            expected = f"has shape {list(known[name])}" if name in known else "does not exist"
+            raise InvalidInput(
+                f"{name}: has shape {list(shape)} in the model that trained, but {expected} in a "
+                f"{type(stock).__name__} of its configuration, so that from_pretrained would lose it; save "
+                "model.whole_parameters() in a form of your own"
+            )
 
 
 def _widened(outlines: Mapping[str, _Outline], parameters: Iterable[str]) -> dict[str, _Outline]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.model import ParallelModel
 from galvatron.train.checkpoints.manifest import Manifest, SavedOptimizer
 
-__all__ = ["check_optimizer", "describe_optimizer", "prepare_optimizer"]
+__all__ = ["check_optimizer", "describe_optimizer", "prepare_optimizer", "same_groups"]
 
+_LOG = logging.getLogger(__name__)
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Of a group: its tensors, and how the step is computed, which is this run's own affair."""
 
@@ -61,25 +63,35 @@ def check_optimizer(model: ParallelModel, optimizer: Optimizer, saved: SavedOpti
             f"optimizer: {kind} given; the checkpoint has the state of {saved.kind}; go on with that, or load the "
             "weights alone (optimizer=None)"
         )
-    if len(optimizer.param_groups) != len(saved.groups):
-        raise InvalidInput(
-            f"optimizer: {len(optimizer.param_groups)} parameter groups given; the checkpoint has {len(saved.groups)}; "
-            "make the same groups, or load the weights alone (optimizer=None)"
-        )
     given = _groups(model, optimizer)
     for name in (local.name for local in model.locals):
-        if given.get(name) != saved.group_of.get(name):
+        if (name in given) != (name in saved.group_of):
+            has, had = ("is", "was not") if name in given else ("is not", "was")
             raise InvalidInput(
-                f"optimizer: {name} is in parameter group {given.get(name)}; in the checkpoint it is in "
-                f"{saved.group_of.get(name)}; make the same groups, or load the weights alone (optimizer=None)"
+                f"optimizer: {name} {has} among its parameters; when the checkpoint was saved, it {had}; give it the "
+                "same parameters, or load the weights alone (optimizer=None)"
             )
 
 
-def prepare_optimizer(model: ParallelModel, optimizer: Optimizer, manifest: Manifest) -> None:
-    """Set its hyper-parameters, and make room for the saved states of this rank's parameters."""
-    for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
-        for name, value in saved.items():
-            group[name] = _as_before(group.get(name), value)
+def same_groups(model: ParallelModel, optimizer: Optimizer, saved: SavedOptimizer) -> bool:
+    """Whether this rank's parameters are grouped as they were saved."""
+    given = _groups(model, optimizer)
+    alike = all(saved.group_of.get(name) == number for name, number in given.items())
+    return alike and len(optimizer.param_groups) == len(saved.groups)
+
+
+def prepare_optimizer(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, *, regroup: bool) -> None:
+    """Set its hyper-parameters, and make room for the saved states of this rank's parameters. Where parameters are in
+    other groups than they were (``regroup``), states are still their own, and hyper-parameters stay as given."""
+    if not regroup:
+        for group, saved in zip(optimizer.param_groups, manifest.optimizer.groups, strict=True):
+            for name, value in saved.items():
+                group[name] = _as_before(group.get(name), value)
+    elif model.rank == 0:
+        _LOG.warning(
+            "optimizer: its parameters are in other groups than in the checkpoint, so learning rates and the like stay "
+            "as they are given here; states are loaded by the names of parameters"
+        )
     entries: dict[str, dict[str, torch.dtype]] = {}
     for key, tensor in manifest.tensors.items():
         if key.startswith("optimizer/"):

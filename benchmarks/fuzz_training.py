@@ -1,0 +1,427 @@
+"""Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
+
+    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 > cases.jsonl
+
+Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
+``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
+``refused``: a :class:`galvatron.GalvatronError` said why. ``different`` and ``error`` are defects, and end with exit
+status 1. Ranks are started once for all cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import galvatron
+from galvatron.core.errors import GalvatronError
+from galvatron.core.spec import Attention, Kind, LayerSpec, Strategy, Training
+from galvatron.families.build import without_weights
+from galvatron.families.layer import IGNORED, LayeredModel
+from galvatron.families.registry import layered_model
+from galvatron.planner.space import EXTENDED, Space
+from galvatron.runtime.unpriced import facts_of, unpriced
+
+__all__ = ["Drawn", "Outcome", "draw", "fuzz"]
+
+_SPACE = Space(name="full", title="", switches=EXTENDED)
+_WORLDS = (1, 2, 4, 4, 4, 8)
+_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
+"""Stock models compute norms in fp32 inside, which other orders of sums move by rounding."""
+_STEPS_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "eps": 1e-3}, "Adam": {"lr": 1e-2, "eps": 1e-3}, "NAdam": {"lr": 1e-2, "eps": 1e-3},
+    "RAdam": {"lr": 1e-2, "eps": 1e-3}, "Adamax": {"lr": 1e-2, "eps": 1e-3}, "Adagrad": {"lr": 1e-2, "eps": 1e-3},
+    "Adadelta": {"lr": 1.0, "eps": 1e-3}, "RMSprop": {"lr": 1e-3, "eps": 1e-2}, "ASGD": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+}  # fmt: skip
+"""Element by element, and with an epsilon that does not make steps of rounding: some gradients are zero."""
+_FREEZING = ("", "", "", "embed|wte|wpe|shared", "layers.0.|layer.0.|h.0.|block.0.", "norm|ln_|layer_norm", "bias", "?")
+"""Parts of names; "?": a third of the parameters at random."""
+
+_DROPS = {
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0, "dropout_rate": 0.0, "drop_path_rate": 0.0, "attention_dropout": 0.0, "dropout": 0.0,
+    "classifier_dropout": 0.0, "activation_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0,
+    "mlp_dropout": 0.0, "classifier_dropout_prob": 0.0,
+}  # fmt: skip
+_TOKENS = {"vocab_size": (61, 64, 67), "num_hidden_layers": (1, 2, 3)}
+_LLAMA = {
+    **_TOKENS, "hidden_size": (32,), "num_attention_heads": (4, 8), "num_key_value_heads": (2, 4),
+    "intermediate_size": (48, 64), "max_position_embeddings": (32,), "tie_word_embeddings": (False, True),
+    "hidden_act": ("silu", "gelu"),
+}  # fmt: skip
+_BERT = {
+    **_TOKENS, "hidden_size": (32,), "num_attention_heads": (4, 8), "intermediate_size": (48, 64),
+    "max_position_embeddings": (34,), "hidden_act": ("gelu", "relu"),
+}  # fmt: skip
+_MODELS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
+    "BertForMaskedLM": ("bert", {**_BERT, "tie_word_embeddings": (True, False)}),
+    "GPT2LMHeadModel": (
+        "gpt2",
+        {
+            "vocab_size": (61, 67), "n_layer": (1, 2, 3), "n_embd": (32,), "n_head": (4, 8), "n_positions": (32,),
+            "activation_function": ("gelu_new", "relu"), "scale_attn_by_inverse_layer_idx": (False, True),
+            "tie_word_embeddings": (True, False), "bos_token_id": (0,), "eos_token_id": (0,),
+        },
+    ),
+    "LlamaForCausalLM": ("llama", {**_LLAMA, "attention_bias": (False, True), "mlp_bias": (False, True)}),
+    "T5ForConditionalGeneration": (
+        "t5",
+        {
+            "vocab_size": (61, 67), "d_model": (32,), "d_kv": (8,), "d_ff": (48, 64), "num_layers": (1, 2),
+            "num_decoder_layers": (1, 2), "num_heads": (4,), "feed_forward_proj": ("relu", "gated-gelu"),
+            "pad_token_id": (0,), "decoder_start_token_id": (0,), "tie_word_embeddings": (True, False),
+        },
+    ),
+    "ViTForImageClassification": (
+        "vit",
+        {
+            "hidden_size": (32,), "num_hidden_layers": (1, 2, 3), "num_attention_heads": (4,),
+            "intermediate_size": (48, 64), "image_size": (16,), "patch_size": (4, 8), "num_labels": (5, 10),
+            "qkv_bias": (True, False),
+        },
+    ),
+    "SwinForImageClassification": (
+        "swin",
+        {
+            "image_size": (32,), "patch_size": (2,), "embed_dim": (16,), "depths": ((2, 2), (1, 2)),
+            "num_heads": ((4, 4),), "window_size": (4,), "num_labels": (10,), "qkv_bias": (True, False),
+        },
+    ),
+    "MistralForCausalLM": ("mistral", {**_LLAMA, "sliding_window": (None, 4)}),
+    "Qwen2ForCausalLM": ("qwen2", _LLAMA),
+    "Qwen3ForCausalLM": ("qwen3", {**_LLAMA, "head_dim": (8,)}),
+    "Olmo2ForCausalLM": ("olmo2", _LLAMA),
+    "BertForSequenceClassification": ("bert", {**_BERT, "num_labels": (3,)}),
+    "RobertaForTokenClassification": ("roberta", {**_BERT, "num_labels": (5,), "pad_token_id": (1,)}),
+    "OPTForCausalLM": (
+        "opt",
+        {
+            **_TOKENS, "hidden_size": (32,), "word_embed_proj_dim": (32,), "ffn_dim": (64,),
+            "num_attention_heads": (4,), "max_position_embeddings": (32,), "do_layer_norm_before": (True, False),
+            "layerdrop": (0.0,),
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A case."""
+
+    seed: int
+    stock: str
+    switches: tuple[tuple[str, Any], ...]
+    """Fields of the configuration."""
+    attention: str
+    stages: tuple[tuple[str, ...], ...]
+    schedule: str
+    batch: int
+    micro_batches: int
+    length: int
+    padding: bool
+    positions: bool
+    optimizer: str
+    frozen: str
+    clip: str
+    """"", "own" (``clip_gradients``) or "habit" (``torch.nn.utils.clip_grad_norm_``)."""
+    accumulate: int
+    evaluate: bool
+    steps: int = 2
+
+    @property
+    def devices(self) -> int:
+        return len(self.stages) * Strategy.parse(self.stages[0][0]).devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of it."""
+
+    seed: int
+    kind: str
+    """"equal", "refused", "different" or "error"."""
+    said: str
+    seconds: float
+    drawn: dict[str, Any]
+
+
+def draw(seed: int, most: int = 8) -> Drawn:
+    """The case of a seed, for at most so many devices."""
+    dice = random.Random(seed)
+    stock = dice.choice(list(_MODELS))
+    switches = tuple((name, dice.choice(values)) for name, values in _MODELS[stock][1].items())
+    world = dice.choice([own for own in _WORLDS if own <= most])
+    degree = dice.choice([own for own in (1, 1, 2, 4) if world % own == 0])
+    micro_batches = dice.choice([1, 2, 3]) if degree == 1 else dice.choice([degree, degree + 1])
+    each = dice.choice([1, 2]) * (world // degree)
+    case = Drawn(
+        seed=seed, stock=stock, switches=switches, attention=dice.choice(["sdpa", "eager"]), stages=(),
+        schedule=dice.choice(["gpipe", "1f1b"]), batch=each * micro_batches, micro_batches=micro_batches,
+        length=dice.choice([8, 8, 16, 16, 10]), padding=dice.random() < 0.5, positions=dice.random() < 0.3,
+        optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
+        clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
+    )  # fmt: skip
+    layered = _layered(case)
+    facts = facts_of(layered, _training(case), stock)
+    kinds = {kind.name: kind for kind in facts.kinds}
+    count = len(layered.layers)
+    degree = min(degree, count)
+    cuts = sorted(dice.sample(range(1, count), degree - 1))
+    chosen = [
+        _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each))
+        for index, layer in enumerate(layered.layers)
+    ]
+    parts = zip([0, *cuts], [*cuts, count], strict=True)
+    return replace(case, stages=tuple(tuple(chosen[first:last]) for first, last in parts))
+
+
+def _strategy(dice: random.Random, layered: LayeredModel, index: int, kind: LayerSpec, sizes: tuple[int, int]) -> str:
+    """One that can run the layer: all trees of axes are equally likely, whatever flags they have."""
+    devices, rows = sizes
+    fitting: dict[str, list[Strategy]] = {}
+    for strategy in _SPACE.strategies(devices):
+        degree = strategy.degree(Kind.TP)
+        if (
+            rows % strategy.data_degree == 0
+            and kind.allows_tensor_parallel(degree)
+            and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
+            and (not strategy.fused_loss or layered.layers[index].projection is not None)
+            and kind.allows_grade(strategy)
+            and not strategy.offload  # nothing of these sizes is worth it
+        ):
+            fitting.setdefault(str(Strategy(strategy.axes)), []).append(strategy)
+    return str(dice.choice(fitting[dice.choice(list(fitting))]))
+
+
+# Both sides
+
+
+def _training(case: Drawn) -> Training:
+    attention = Attention.FUSED if case.attention == "sdpa" else Attention.EAGER
+    return Training(dropout=False, attention=attention)
+
+
+def _model(case: Drawn) -> nn.Module:
+    """The stock model with every parameter random, some of them frozen."""
+    kind, _ = _MODELS[case.stock]
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    drops = {name: value for name, value in _DROPS.items() if name in known}
+    config = transformers.AutoConfig.for_model(kind, **drops, **dict(case.switches))
+    config.architectures = [case.stock]
+    config.use_cache = False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        stock: Any = getattr(transformers, case.stock)
+        model: nn.Module = stock._from_config(config, attn_implementation=case.attention).train()
+        dice = random.Random(case.seed)
+        with torch.no_grad():
+            for name, own in model.named_parameters():
+                own.add_(torch.randn_like(own), alpha=0.1)
+                parts = case.frozen.split("|") if case.frozen not in ("", "?") else []
+                fits = any(part in name.lower() for part in parts)
+                own.requires_grad_(not (fits or (case.frozen == "?" and dice.random() < 0.33)))
+    return model
+
+
+def _layered(case: Drawn) -> LayeredModel:
+    """Found once for a case: a trial run takes long."""
+    return _layered_once(replace(case, stages=()))
+
+
+@lru_cache(maxsize=1)
+def _layered_once(case: Drawn) -> LayeredModel:
+    return layered_model(without_weights(_model(case)))
+
+
+def _batches(case: Drawn) -> list[dict[str, Tensor]]:
+    layered = _layered(case)
+    generator = torch.Generator().manual_seed(case.seed)
+    made = []
+    for _ in range(case.steps * case.accumulate):
+        length = None if "image_size" in dict(case.switches) else case.length
+        batch = layered.example(case.batch, length, generator)
+        if "input_ids" in batch:
+            _pad(case, batch, generator)
+        made.append({name: own.double() if own.is_floating_point() else own for name, own in batch.items()})
+    return made
+
+
+def _pad(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
+    ids, labels = batch["input_ids"], batch["labels"]
+    pad = {"roberta": 1}.get(_MODELS[case.stock][0], 0)
+    batch["input_ids"] = ids = torch.where(ids == pad, pad + 2, ids)  # which some models take for padding
+    if case.padding:
+        kept = torch.randint(case.length // 2, case.length + 1, (len(ids), 1), generator=generator)
+        mask = torch.arange(case.length)[None] < kept
+        batch["attention_mask"] = mask.long()
+        if labels.shape == mask.shape and not case.stock.startswith("T5"):
+            batch["labels"] = torch.where(mask, labels, IGNORED)
+    if labels.ndim > 1:
+        batch["labels"][:, 1:] = torch.where(
+            torch.rand(labels[:, 1:].shape, generator=generator) < 0.2, IGNORED, batch["labels"][:, 1:]
+        )
+    if case.positions and case.stock in ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"):
+        batch["position_ids"] = torch.arange(case.length) + torch.randint(8, (len(ids), 1), generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _stock_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The stock model's own loss, of causal models in full precision, which it would round to fp32."""
+    output = model(**batch)
+    loss: Tensor = output.loss
+    if loss.dtype == output.logits.dtype:
+        return loss
+    exact = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    torch.testing.assert_close(exact.to(loss.dtype), loss)
+    return exact
+
+
+def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
+    """The stock model by plain PyTorch."""
+    model = _model(case).double()
+    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), **_OPTIMIZERS[case.optimizer])
+    losses, norms, gradients = [], [], dict[str, Tensor]()
+    for number, batch in enumerate(given):
+        loss = _stock_loss(model, batch)
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+        if (number + 1) % case.accumulate:
+            continue
+        gradients = gradients or {
+            name: torch.zeros_like(own) if own.grad is None else own.grad.clone()
+            for name, own in model.named_parameters()
+        }
+        if case.clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: own.detach() for name, own in model.named_parameters()}
+    return _Record(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
+
+
+def _plan(case: Drawn) -> galvatron.Plan:
+    plan = unpriced(facts_of(_layered(case), _training(case), case.stock), case.stages)
+    return replace(plan, batch=case.batch, micro_batches=case.micro_batches, schedule=case.schedule)
+
+
+def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tensor]]) -> _Record | str:
+    """On a rank: the same under the plan; what is refused comes back as a text."""
+    try:
+        model = galvatron.parallelize(_model(case), plan, dtype=torch.float64, device="cpu", check=False)
+        optimizer = model.optimizer(getattr(torch.optim, case.optimizer), **_OPTIMIZERS[case.optimizer])
+        losses, norms, gradients = [], [], dict[str, Tensor]()
+        for number, batch in enumerate(given):
+            before = float(model.evaluate(batch)) if case.evaluate else None
+            losses.append(float(model.forward_backward(batch)))
+            if before is not None and abs(before - losses[-1]) > 1e-5 * abs(before):
+                return f"different: evaluated {before}, trained {losses[-1]}"
+            if (number + 1) % case.accumulate:
+                continue
+            found = {name: own.clone() for name, own in model.whole_gradients()}
+            gradients = gradients or found
+            if case.clip == "own":
+                norms.append(float(model.clip_gradients(0.5)))
+            elif case.clip:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.compare_replicas()
+    except GalvatronError as error:
+        return f"refused: {error}"
+    return _Record(losses=losses, norms=norms, gradients=gradients, parameters=dict(model.whole_parameters()))
+
+
+def _difference(ours: _Record, theirs: _Record) -> str | None:
+    for what, mine, other in (("losses", ours.losses, theirs.losses), ("norms", ours.norms, theirs.norms)):
+        if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-6):
+            return f"{what} {mine}, expected {other}"
+    for what, found, whole, tolerance in (
+        ("gradient", ours.gradients, theirs.gradients, _CLOSE),
+        ("value", ours.parameters, theirs.parameters, _STEPS_CLOSE),
+    ):
+        for name, own in found.items():
+            scale = whole[name].abs().max().clamp(min=1.0)
+            if not torch.allclose(own / scale, whole[name] / scale, **tolerance):
+                return f"{what} of {name} off by {(own - whole[name]).abs().max():.1e} of {scale:.1e}"
+    return None
+
+
+# The run
+
+Run = Callable[..., list[Any]]
+"""Calls a function with arguments on each of so many ranks: ``run(devices, function, *args)``."""
+
+
+def fuzz(seeds: Sequence[int], run: Run, most: int = 8) -> Iterator[Outcome]:
+    """What becomes of each seed's case."""
+    for seed in seeds:
+        began, drawn, kind = time.perf_counter(), {}, "error"
+        try:
+            case = draw(seed, most)
+            drawn = asdict(case)
+            given = _batches(case)
+            found = run(case.devices, _together, case, _plan(case), given)
+            said = next((own for own in found if isinstance(own, str)), None)
+            if said is None:
+                expected = _alone(case, given)
+                differences = (_difference(own, expected) for own in found)
+                said = next((f"different: {own}" for own in differences if own is not None), "equal: ")
+            kind, _, said = said.partition(": ")
+        except Exception as error:  # of whatever kind: that is what is looked for
+            lines = str(error).strip().splitlines()
+            said = f"{type(error).__name__}: {lines[0] if lines else ''} … {lines[-1] if lines else ''}"[:600]
+        yield Outcome(seed=seed, kind=kind, said=said, seconds=time.perf_counter() - began, drawn=drawn)
+
+
+def main() -> int:
+    """Run slices of the seeds in processes of their own, each with its own ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
+    parser.add_argument("--workers", type=int, default=1, help="sets of ranks that run side by side")
+    parser.add_argument("--most", type=int, default=8, help="devices of a case")
+    parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.slice is None and given.workers > 1:
+        own = [sys.executable, __file__, *sys.argv[1:]]
+        started = [subprocess.Popen([*own, "--slice", str(number)]) for number in range(given.workers)]
+        return max(process.wait() for process in started)
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "runtime"))
+    from ranks import ranks
+
+    last = given.seed + given.cases
+    seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
+    counts: Counter[str] = Counter()
+    for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most):
+        counts[outcome.kind] += 1
+        print(json.dumps(asdict(outcome)), flush=True)
+    print(json.dumps({"counts": counts}), file=sys.stderr)
+    return 1 if counts["different"] or counts["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

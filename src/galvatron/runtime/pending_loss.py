@@ -1,0 +1,110 @@
+"""The loss of an iteration, which may still be under way when the user gets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron.core.errors import InvalidInput
+
+__all__ = ["PendingLoss"]
+
+
+class PendingLoss:
+    """A number that may still be under way: ``float(loss)``, ``loss.item()``, formatting and arithmetic wait for it.
+
+    No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
+    last ones could already update their weights, so it is best read after the optimizer's step.
+    """
+
+    def __init__(self, total: Tensor, work: dist.Work | None) -> None:
+        """``work``: the sum over ranks that ``total`` is part of."""
+        self._total, self._work = total, work
+
+    def tensor(self) -> Tensor:
+        """The value as a tensor on the model's device; computing with it waits on the device, not here."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._total
+
+    def item(self) -> float:
+        return float(self.tensor())
+
+    def detach(self) -> PendingLoss:
+        """Itself: it has no gradient."""
+        return self
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """There is none to run: :meth:`ParallelModel.forward_backward` has done it."""
+        raise InvalidInput(
+            "loss.backward(): forward_backward has run backward already, and gradients are complete; leave it out"
+        )
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"PendingLoss({self.item()})"
+
+    # As a number
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self.item(), digits)
+
+    def __abs__(self) -> float:
+        return abs(self.item())
+
+    def __neg__(self) -> float:
+        return -self.item()
+
+    def __add__(self, other: Any) -> Any:
+        return self.item() + _number(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.item() - _number(other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.item() * _number(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.item() / _number(other)
+
+    def __pow__(self, other: Any) -> Any:
+        return self.item() ** _number(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.item()
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.item()
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.item()
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.item()
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.item() < _number(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.item() <= _number(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.item() > _number(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.item() >= _number(other))
+
+
+def _number(other: Any) -> Any:
+    return other.item() if isinstance(other, PendingLoss) else other

@@ -1,0 +1,58 @@
+"""Some of the fuzzer's cases in every run of the tests, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+from fuzz_training import Drawn, draw, fuzz
+from galvatron.core.spec import Strategy
+
+_SEEDS = range(40)
+_SHORT = (1, 7, 10, 13, 14, 18, 20)
+"""Cheap ones; the longer run has all."""
+
+
+def _run(world: int, *args: Any) -> list[Any]:
+    return ranks(world).run(*args)
+
+
+def _equal(seeds: tuple[int, ...]) -> None:
+    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in fuzz(seeds, _run, 4) if own.kind != "equal"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_some_cases() -> None:
+    _equal(_SHORT)
+
+
+@pytest.mark.slow
+def test_more_cases() -> None:
+    _equal(tuple(seed for seed in _SEEDS if seed not in _SHORT))
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle's own loss doubled: everything else is as it was."""
+    import fuzz_training
+
+    stock = fuzz_training._stock_loss
+    monkeypatch.setattr(fuzz_training, "_stock_loss", lambda model, batch: 1.001 * stock(model, batch))
+    (found,) = fuzz([_SHORT[0]], _run, 4)
+    assert (found.kind, found.said.partition(" ")[0]) == ("different", "losses")
+
+
+@pytest.mark.slow
+def test_the_cases_have_everything() -> None:
+    """Otherwise the seeds would promise more than they try."""
+    cases: list[Drawn] = [draw(seed) for seed in range(60)]
+    strategies = [Strategy.parse(text) for case in cases for stage in case.stages for text in stage]
+    assert len({case.stock for case in cases}) == 13
+    assert len({case.optimizer for case in cases}) == 10
+    assert {len(case.stages) for case in cases} == {1, 2, 4}
+    assert {case.clip for case in cases} == {"", "own", "habit"}
+    assert len({case.frozen for case in cases}) == 6
+    assert any(own.zero2 for own in strategies)
+    assert any(own.fused_loss for own in strategies)
+    assert any(own.sequence_parallel and own.recompute for own in strategies)

@@ -1,0 +1,183 @@
+"""Models in memory that people have changed: what the plan decides is taken off, what would be lost is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case, batches, stock_model
+from parity import Held, cluster_of, held, plan_for
+from ranks import ranks
+from small_models import config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import galvatron
+from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.core.spec import Training, schedule_named
+from galvatron.families.given import as_stock
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.planner import Request
+from galvatron.train.checkpoints.export import export_model
+
+_TP = Case(config=config("llama", vocab_size=64), stages=[["tp2"] * 4], batch=4, steps=1, dtype=torch.float32)
+_DROPPING = replace(
+    _TP,
+    config=config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.1),
+    training=Training(dropout=True),
+)
+
+
+def _changed(case: Case, change: str | None) -> Any:
+    model: Any = stock_model(case)
+    blocks: Any = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    match change:
+        case "checkpointing":
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        case "compiled layers":
+            blocks[0] = torch.compile(blocks[0])
+            blocks[1].compile()
+        case "compiled":
+            model = torch.compile(model)
+        case "head bias":
+            model.lm_head.bias = nn.Parameter(torch.ones(64))
+        case "loss":
+            model.loss_function = lambda logits, labels, **_: logits.mean()
+        case "forward":
+            model.forward = lambda **inputs: None
+        case "split hook":
+            blocks[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+        case "parameter hook":
+            model.model.norm.weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+# What the plan decides
+
+
+def _first_step(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor], change: str | None) -> list[Held]:
+    """On a rank: gradients of one batch."""
+    model = galvatron.parallelize(_changed(case, change), plan, dtype=case.dtype, device="cpu")
+    model.forward_backward(batch)
+    return held(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [(_DROPPING, "checkpointing"), (_TP, "compiled layers"), (_TP, "compiled")],
+)
+def test_recompute_and_compiling_are_the_plans_affair(case: Case, change: str) -> None:
+    """With TP and dropout, transformers' own recompute would draw other numbers than its forward did."""
+    (batch,) = batches(case)
+    plain = ranks(2).run(_first_step, case, plan_for(case), batch, None)
+    changed = ranks(2).run(_first_step, case, plan_for(case), batch, change)
+    for ours, theirs in zip(changed, plain, strict=True):
+        assert [own.name for own in ours] == [own.name for own in theirs]
+        assert all(torch.equal(own.gradient, other.gradient) for own, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_users_model_is_left_as_it_is() -> None:
+    model = _changed(_TP, "compiled layers")
+    model.gradient_checkpointing_enable()
+    names = [name for name, _ in model.named_parameters()]
+    stock: Any = as_stock(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.model.layers[1].gradient_checkpointing
+    assert not stock.model.layers[1].gradient_checkpointing
+    assert stock.model.layers[0].mlp.up_proj.weight is model.model.layers[0]._orig_mod.mlp.up_proj.weight
+    assert as_stock(stock) is stock
+
+
+# What would be lost
+
+
+def _export(case: Case, plan: galvatron.Plan, change: str, out: Path) -> str:
+    """On a rank: what exporting says."""
+    model = galvatron.parallelize(_changed(case, change), plan, device="cpu")
+    try:
+        export_model(model, out)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+def test_a_compiled_model_is_exported_whole(tmp_path: Path) -> None:
+    assert ranks(2).run(_export, _TP, plan_for(_TP), "compiled layers", tmp_path / "out") == ["", ""]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = stock_model(_TP).state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, own in loaded.state_dict().items():
+        torch.testing.assert_close(own, expected[name], rtol=0, atol=0)
+
+
+def test_a_weight_that_the_configuration_does_not_have_is_not_exported(tmp_path: Path) -> None:
+    for said in ranks(2).run(_export, _TP, plan_for(_TP), "head bias", tmp_path / "out"):
+        assert said.startswith("lm_head.bias: has shape [64] in the model that trained, but does not exist in a Llama")
+
+
+def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
+    """On a rank: what is said to the model."""
+    own = _squares if change == "given loss" else None
+    try:
+        galvatron.parallelize(_changed(case, change), plan, device="cpu", loss=own)
+    except GalvatronError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("loss", "LlamaForCausalLM: its loss_function is _changed.<locals>.<lambda>, which layers do not call"),
+        ("given loss", "loss: given, but the plan was made for '"),
+        ("forward", "LlamaForCausalLM: its forward was replaced"),
+        ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would not run where tensor"),
+        ("parameter hook", "model: its parameter model.norm.weight has a hook, which would not run"),
+    ],
+)
+def test_what_training_would_ignore_is_refused(change: str, expected: str) -> None:
+    for said in ranks(2).run(_parallelize, _TP, plan_for(_TP), change):
+        assert said.startswith(expected)
+
+
+def test_a_hook_on_a_module_that_is_not_split_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    """Elsewhere hooks are what they were: under DP those of projections too."""
+    case = replace(_TP, stages=[["dp2"] * 4])
+    assert ranks(2).run(_parallelize, case, plan_for(case), "split hook") == ["", ""]
+
+
+# Known families that were described
+
+
+def _described(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tuple[float, str]:
+    """On a rank: the loss under a plan for what ``describe`` found, and with a loss of the user's."""
+    model = galvatron.parallelize(stock_model(case), plan, device="cpu", check=False)
+    squares = galvatron.parallelize(stock_model(case), plan, device="cpu", check=False, loss=_squares)
+    return float(model.forward_backward(batch)), f"{float(squares.forward_backward(batch)):.6f}"
+
+
+def _squares(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = output.logits
+    return logits.square().mean((1, 2)).sum() * batch["labels"].shape[1]
+
+
+def test_a_described_llama_is_run_as_it_was_described() -> None:
+    """Its layers are then those of a model without a family, in the plan and on ranks; a loss of the user's is used."""
+    (batch,) = batches(_TP)
+    model: Any = stock_model(_TP)
+    spec = galvatron.describe(model, batch, _TP.training)
+    assert spec.family == "generic"
+    request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b"))
+    plan = priced(request, [["dp2", "tp2", "sdp2", "dp2"]], micro_batches=2)
+    with torch.no_grad():
+        output = model(**batch)
+    squares = float(output.logits.square().mean()) * 8 / 7  # the last token of a sample has no target
+    for loss, other in ranks(2).run(_described, _TP, plan, batch):
+        assert loss == pytest.approx(float(output.loss), rel=1e-5)
+        assert float(other) == pytest.approx(squares, rel=1e-4)
