@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import help_of, setup_fields
 
 if TYPE_CHECKING:
@@ -23,10 +26,16 @@ __all__ = [
     "ModelSource",
     "PrecisionKind",
     "Virtual",
+    "checked_file",
     "print_json",
     "show",
     "takes_setup",
+    "write_file",
 ]
+
+_PLAIN_WIDTH = 140
+"""Where the output is no terminal, and COLUMNS does not say otherwise."""
+_LEAST_WIDTH = 40
 
 ModelSource = Annotated[
     str,
@@ -93,11 +102,35 @@ def show(*views: RenderableType) -> None:
     """Print for a person; without colours and at a fixed width when the output is not a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=140, no_color=True)
+        width = os.environ.get("COLUMNS", "")
+        width_here = int(width) if width.isdigit() and int(width) >= _LEAST_WIDTH else _PLAIN_WIDTH
+        console = Console(highlight=False, markup=False, emoji=False, width=width_here, no_color=True)
     for view in views:
-        console.print(view)
+        long = isinstance(view, str) and any(len(word) > console.width // 2 for word in view.split())
+        console.print(view, soft_wrap=long)  # a path is never broken
+
+
+def checked_file(name: str | None, suffix: str, what: str) -> None:
+    """Whether a file of this name can be written, before minutes are spent on what it is to hold."""
+    if name is None:
+        return
+    if not name.endswith(suffix):
+        raise InvalidInput(f"output: {name!r} given; expected a name that ends in {suffix}, such as {what}{suffix}")
+    folder = Path(name).parent
+    if not folder.is_dir():
+        raise InvalidInput(f"output: cannot write {name!r}: there is no folder {str(folder)!r}")
+
+
+def write_file(name: str | None, content: str) -> None:
+    """Write what the user asked for."""
+    if name is None:
+        return
+    try:
+        Path(name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"output: cannot write {name!r}: {error.strerror or error}") from error
 
 
 def print_json(value: Any) -> None:

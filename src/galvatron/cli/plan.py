@@ -25,11 +25,12 @@ def command(
     from galvatron.planner.plan.advice import make_plan
     from galvatron.planner.plan.setup import request_for
 
+    opt.checked_file(output, ".json", "plan")
     if cluster == "auto":
         from galvatron.cli.progress import shown_progress
         from galvatron.measure.auto import request_here
 
-        request = request_here(model, setup, measuring=shown_progress)
+        request = request_here(model, setup, devices=setup.pop("devices", None), measuring=shown_progress)
     else:
         from galvatron.measure.models import load_any_model
 

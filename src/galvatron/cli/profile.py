@@ -36,12 +36,12 @@ def cluster_command(
     from galvatron.measure.clusters import profile_cluster
     from galvatron.processes.virtual import virtual_gpus
 
-    _check(output)
+    opt.checked_file(output, ".toml", "my-cluster")
     with virtual_gpus(virtual), shown_progress("cluster") as progress:
         cluster = profile_cluster(devices, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
-    _write(output, dump_cluster(cluster))
+    opt.write_file(output, dump_cluster(cluster))
     if as_json:
         opt.print_json({**cluster.to_dict(), "devices": cluster.devices})
         return
@@ -82,7 +82,7 @@ def model_command(
     from galvatron.planner.plan.setup import training_of
     from galvatron.processes.virtual import virtual_gpus
 
-    _check(output)
+    opt.checked_file(output, ".toml", "my-profile")
     degrees = _degrees(tp_degrees)
     setup = Setup(
         precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length, compile=compiled
@@ -95,7 +95,7 @@ def model_command(
             profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
-    _write(output, dump_profile(profile))
+    opt.write_file(output, dump_profile(profile))
     if as_json:
         opt.print_json(asdict(profile))
         return
@@ -118,23 +118,6 @@ def _speaks() -> bool:
     import os
 
     return os.environ.get("RANK", "0") == "0"
-
-
-def _check(output: str | None) -> None:
-    """Before minutes are spent on measuring."""
-    if output is not None and not output.endswith(".toml"):
-        raise InvalidInput(f"output: {output!r} given; expected a name that ends in .toml, as the planner reads it")
-
-
-def _write(output: str | None, content: str) -> None:
-    from pathlib import Path
-
-    if output is None:
-        return
-    try:
-        Path(output).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"output: cannot write {output!r}: {error.strerror or error}") from error
 
 
 def _written(output: str | None, option: str) -> list[str]:

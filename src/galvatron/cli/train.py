@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@opt.takes_setup("paper", "image_size")
+@opt.takes_setup("paper", "image_size", "devices", "node_link")
 def command(
     setup: Setup,
     model: Annotated[

@@ -114,6 +114,7 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
         times=tuple(_time(variant, forward, backward) for variant in variants),
         memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items()),
         source=provenance(findings.device, quality),
+        layers_digest=model.layers_digest,
     )
 
 

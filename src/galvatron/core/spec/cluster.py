@@ -40,6 +40,9 @@ class Device:
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
+    fp32_peak_flops_per_s: float | None = None
+    """The data sheet's rate, to show a plan's share of it; None: unknown. No price depends on it."""
+    bf16_peak_flops_per_s: float | None = None
 
     def flops_per_s(self, precision: Precision) -> float:
         if precision is Precision.FP32:
@@ -47,6 +50,10 @@ class Device:
         if self.bf16_flops_per_s is None:
             raise InvalidInput(f"device {self.name!r} has no bf16 arithmetic; use --precision fp32")
         return self.bf16_flops_per_s
+
+    def peak_flops_per_s(self, precision: Precision) -> float | None:
+        """The data sheet's rate; None: unknown."""
+        return self.fp32_peak_flops_per_s if precision is Precision.FP32 else self.bf16_peak_flops_per_s
 
     @property
     def precision(self) -> Precision:
@@ -126,7 +133,8 @@ class Cluster:
     reserved_bytes: int
     """Memory a process needs besides tensors: context, communication buffers, workspace."""
     fragmentation: float = 0.0
-    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds."""
+    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds. The margin of
+    every plan: 6% where PyTorch's CUDA allocator manages the memory."""
     overlap_slowdown: float = 1.0
     """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
     compute_contention: float = 1.0
@@ -144,6 +152,10 @@ class Cluster:
     def tensor_bytes(self, budget_bytes: int) -> int:
         """What tensors can have of a device's budget."""
         return int((budget_bytes - self.reserved_bytes) * (1 - self.fragmentation))
+
+    def allocator_bytes(self, budget_bytes: int) -> int:
+        """The part of a device's budget that is left to the allocator."""
+        return budget_bytes - self.reserved_bytes - self.tensor_bytes(budget_bytes)
 
     def least_budget(self, tensor_bytes: int) -> int:
         """The least budget in which tensors can have so much."""
@@ -251,6 +263,9 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
+        for peak in ("fp32_peak_flops_per_s", "bf16_peak_flops_per_s"):
+            if facts["device"][peak] is None:
+                del facts["device"][peak]
         for group in facts["groups"]:
             if group["all_to_all_bytes_per_s"] is None:
                 del group["all_to_all_bytes_per_s"], group["all_to_all_latency_s"]
@@ -261,6 +276,8 @@ class Cluster:
         """Identifies the facts, whatever file or preset they came from."""
         facts = self.to_dict()
         del facts["name"], facts["source"]
+        for peak in ("fp32_peak_flops_per_s", "bf16_peak_flops_per_s"):
+            facts["device"].pop(peak, None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

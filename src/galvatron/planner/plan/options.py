@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import operator
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, cast, get_args, get_type_hints
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW, OPTIMIZERS
 from galvatron.core.spec.schedule import ONE_F_ONE_B, SCHEDULES
 from galvatron.core.spec.switches import SWITCHES, SwitchChoices
 
-__all__ = ["Setup", "help_of", "setup_fields"]
+__all__ = ["Setup", "checked_setup", "help_of", "setup_fields"]
 
 _SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
 _OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
@@ -18,10 +21,15 @@ _OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
 class _Sizes(TypedDict, total=False):
     """The text beside each type is its help on the command line."""
 
+    devices: Annotated[int | None, "How many of the cluster's devices (default: all; of a preset GPU one node)."]
+    node_link: Annotated[str | None, "Network of a node: 200Gb, or 8x400Gb for a port each (default: the preset's)."]
     memory: Annotated[str | int | None, "Budget of each device: 8GB, 8GiB (default: all it has)."]
-    batch: Annotated[int | None, "Plan for exactly this global batch."]
+    batch: Annotated[
+        str | int | None, "Global batch in samples; best: any up to 64 a device (default: up to 4M tokens)."
+    ]
+    batch_tokens: Annotated[str | int | None, "Global batch in tokens: 4M (4e6), 4Mi (4·2^20)."]
     batch_step: Annotated[int | None, "Search batches in steps of this many samples (default 8)."]
-    max_batch: Annotated[int | None, "Largest batch searched (default 64 for each device)."]
+    max_batch: Annotated[int | None, "Largest batch searched, in samples."]
     max_micro_batches: Annotated[int | None, "Most micro-batches considered."]
     space: Annotated[str, "full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
     schedule: Annotated[str | None, f"{_SCHEDULES} (default {ONE_F_ONE_B.name})."]
@@ -63,3 +71,43 @@ def help_of(name: str) -> str:
     """What the command line says of a field of a setup."""
     switches = {switch.name: switch.help for switch in SWITCHES}
     return switches[name] if name in switches else get_type_hints(Setup, include_extras=True)[name].__metadata__[0]
+
+
+def checked_setup(setup: Setup) -> Setup:
+    """The setup with values of the types that fields have, whole numbers of other libraries made into Python's; raises
+    :class:`InvalidInput` for an unknown field or a value that it cannot have."""
+    fields = setup_fields()
+    for name in setup:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"they are {', '.join(fields)}"
+            raise InvalidInput(f"{name!r} is not an option of a plan; {hint}")
+    return cast("Setup", {name: _value(name, fields[name], value) for name, value in setup.items()})
+
+
+def _value(name: str, kind: Any, value: Any) -> Any:
+    kinds = get_args(kind) or (kind,)
+    if value is None and type(None) in kinds:
+        return None
+    boolean = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+    if bool in kinds:
+        if not boolean:
+            raise InvalidInput(f"{_said(name)}: {value!r} given; expected True or False")
+        return bool(value)
+    if any(isinstance(value, each) for each in kinds if each not in (int, float, type(None))):
+        return value
+    if int in kinds and not boolean:
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    if float in kinds and not boolean and hasattr(value, "__float__"):
+        return float(value)
+    wanted = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+    raise InvalidInput(
+        f"{_said(name)}: {value!r} given; expected {' or '.join(wanted[each] for each in kinds if each in wanted)}"
+    )
+
+
+def _said(name: str) -> str:
+    return name.replace("_", "-")
