@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@opt.arranged(opt.SETUP_PANELS)
 @opt.takes_setup("memory", "space")
 def command(
     model: opt.ModelSource,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.switches import SWITCHES
 from galvatron.planner.plan.options import help_of, setup_fields
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
+    "SETUP_PANELS",
     "AsJson",
     "AttentionKind",
     "ClusterHere",
@@ -26,6 +29,7 @@ __all__ = [
     "ModelSource",
     "PrecisionKind",
     "Virtual",
+    "arranged",
     "checked_file",
     "print_json",
     "show",
@@ -96,6 +100,57 @@ def takes_setup(*leave_out: str) -> Callable[[Callable[..., None]], Callable[...
         return command
 
     return decorate
+
+
+def arranged(
+    panels: Mapping[str, tuple[str, ...]], aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put a command's options into panels of its help, and give some of them further names."""
+    panel_of = {name: panel for panel, names in panels.items() for name in names}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [_arranged(each, panel_of, aliases or {}) for each in signature.parameters.values()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def _arranged(
+    parameter: inspect.Parameter, panel_of: Mapping[str, str], aliases: Mapping[str, tuple[str, ...]]
+) -> inspect.Parameter:
+    kind, *others = get_args(parameter.annotation) or (parameter.annotation,)
+    option = next((copy(each) for each in others if hasattr(each, "rich_help_panel")), None)
+    if option is None:
+        return parameter
+    option.rich_help_panel = panel_of.get(parameter.name, option.rich_help_panel)
+    if parameter.name in aliases:
+        names = option.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+        option.param_decls = (*names, *aliases[parameter.name])
+    return parameter.replace(annotation=Annotated[kind, option])
+
+
+SETUP_PANELS: dict[str, tuple[str, ...]] = {
+    "Devices": ("cluster", "devices", "node_link", "memory", "virtual"),
+    "Batch": ("batch", "batch_tokens", "batch_step", "max_batch", "max_micro_batches"),
+    "Model": (
+        "precision",
+        "attention",
+        "dropout",
+        "sequence_length",
+        "image_size",
+        "optimizer",
+        "compile",
+        "expert_imbalance",
+        "profile",
+    ),
+    "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets"),
+    "Search": ("space", "schedule", "cuts", "paper"),
+    "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
+}
+"""Panels of the help for the options of a setup."""
 
 
 def show(*views: RenderableType) -> None:

@@ -10,9 +10,18 @@ import typer
 from galvatron.cli import options as opt
 from galvatron.planner.plan.options import Setup
 
-__all__ = ["command"]
+__all__ = ["EXAMPLES", "command"]
 
 
+EXAMPLES = (
+    "Examples:",
+    "galvatron plan llama3-8b --cluster h100-8 --output plan.json",
+    "galvatron plan ./my-llama --cluster rtx4090 --devices 4 --batch-tokens 1M",
+    "galvatron plan bert-large --cluster auto",
+)
+
+
+@opt.arranged(opt.SETUP_PANELS)
 @opt.takes_setup()
 def command(
     model: opt.ModelSource,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.cli.config import Config, config_text, said_here
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import Setup
 
@@ -16,18 +17,58 @@ if TYPE_CHECKING:
     from galvatron.planner.plan.plan import Plan
     from galvatron.train.settings import Settings
 
-__all__ = ["command"]
+__all__ = ["EXAMPLES", "command"]
 
 
+EXAMPLES = (
+    "Examples:",
+    "galvatron train ./my-llama --data chat.jsonl --steps 1000 --output runs/chat",
+    "galvatron train --resume --output runs/chat",
+    "galvatron train --config runs/chat/run.toml --output runs/again",
+)
+_PANELS = {
+    **opt.SETUP_PANELS,
+    "Data": ("data", "tokenizer", "text_field", "pack", "eval_data", "epochs", "workers"),
+    "Start from": ("weights", "from_scratch", "adapters", "resume", "config"),
+    "Learning": ("steps", "learning_rate", "warmup", "decay", "weight_decay", "clip", "seed"),
+    "Saving and logging": (
+        "output",
+        "save_every",
+        "keep",
+        "evaluate_every",
+        "tensorboard",
+        "wandb",
+        "trace",
+    ),
+    "Faults": ("compare_every", "max_restarts", "replan", "timeout"),
+}
+_ALIASES = {
+    "output": ("--output-dir",),
+    "devices": ("--nproc-per-node",),
+    "steps": ("--max-steps",),
+    "warmup": ("--warmup-steps",),
+    "decay": ("--lr-scheduler-type",),
+    "clip": ("--max-grad-norm",),
+    "evaluate_every": ("--eval-steps",),
+    "save_every": ("--save-steps",),
+    "keep": ("--save-total-limit",),
+}
+"""Names that the Trainer of transformers and torchrun have for the same."""
+
+
+@opt.arranged(_PANELS, _ALIASES)
 @opt.takes_setup("paper", "image_size", "devices", "node_link")
 def command(
+    context: typer.Context,
     setup: Setup,
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL|PLAN", help="A model as for 'plan', or a plan file; left out to resume."),
     ] = None,
-    out: Annotated[str, typer.Option("--out", help="Folder of the run.")] = "runs/latest",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    config: Config = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder of the run.")] = "runs/latest",
+    out: Annotated[str | None, typer.Option("--out", hidden=True)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
     virtual: opt.Virtual = None,
     cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
@@ -75,6 +116,9 @@ def command(
     from galvatron.train.settings import Decay
     from galvatron.train.start import Asked, Screen, train
 
+    folder = Path(output if out is None else out)
+    if not str(output) or out == "":
+        raise InvalidInput("output: '' given; expected a folder's name, such as runs/first")
     said: dict[str, Any] = {
         "steps": steps,
         "data": data,
@@ -108,8 +152,8 @@ def command(
             raise InvalidInput(f"{name}: {value} given; expected at least {1 if name == 'devices' else 0}")
     asked = Asked(
         source=model,
-        out=Path(out),
-        settings=_settings(Path(out), {name: value for name, value in said.items() if value is not None}, resume),
+        out=folder,
+        settings=_settings(folder, {name: value for name, value in said.items() if value is not None}, resume),
         setup=setup,
         devices=devices,
         virtual=virtual,
@@ -117,6 +161,7 @@ def command(
         resume=resume,
         max_restarts=max_restarts,
         replan=replan,
+        config=config_text({**said_here(context), "output": str(folder)}),
     )
     train(asked, Screen(plan=_show, say=lambda text: opt.show(text), measuring=shown_progress))
 
