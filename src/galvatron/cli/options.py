@@ -47,17 +47,21 @@ ModelSource = Annotated[
         metavar="MODEL", help="A preset ('galvatron models'), a Hugging Face config.json or folder, or a .toml."
     ),
 ]
-ClusterSource = Annotated[str, typer.Option("--cluster", "-c", help="A preset ('galvatron clusters') or a .toml file.")]
+ClusterSource = Annotated[
+    str, typer.Option("--cluster", "-c", help="rtx4090:4, a100:2x8 ('galvatron clusters'), or a .toml file.")
+]
 ClusterHere = Annotated[
     str,
-    typer.Option("--cluster", "-c", help="A preset ('galvatron clusters'), a .toml file, or auto: measure this one."),
+    typer.Option(
+        "--cluster", "-c", help="rtx4090:4, a100:2x8 ('galvatron clusters'), a .toml file, or auto: measure here."
+    ),
 ]
 PrecisionKind = Annotated[str | None, typer.Option("--precision", help=help_of("precision"))]
 AttentionKind = Annotated[str | None, typer.Option("--attention", help=help_of("attention"))]
 Virtual = Annotated[
-    int | None, typer.Option("--virtual", help="Share one GPU as so many devices (CUDA MPS): any plan on one GPU.")
+    int | None, typer.Option("--virtual", help="Run this many ranks on one GPU (CUDA MPS), to try any plan on it.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _option(name: str, kind: Any) -> Any:

@@ -15,8 +15,8 @@ __all__ = ["app"]
 app = typer.Typer(help="Measure this machine's devices and links, or a model's layers on them.", no_args_is_help=True)
 
 Output = Annotated[str | None, typer.Option("--output", "-o", help="Write the figures to this .toml file.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew, whatever was measured before.")]
-RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured, in turns.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again instead of using cached results.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured.")]
 
 
 @app.command("cluster")
@@ -30,7 +30,7 @@ def cluster_command(
     fresh: Fresh = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure links, devices and how they get into each other's way; under torchrun, of all machines."""
+    """Measure this machine's devices and links (under torchrun: those of all machines)."""
     from galvatron.cli.progress import shown_progress
     from galvatron.core.files.clusters import dump_cluster
     from galvatron.measure.clusters import profile_cluster
@@ -57,10 +57,10 @@ def model_command(
         str, typer.Option("--cluster", "-c", help="The cluster it is for: auto (this machine), a preset or a .toml.")
     ] = "auto",
     virtual: opt.Virtual = None,
-    tp_degrees: Annotated[str | None, typer.Option(help="Degrees of TP, such as 1,2,4 (default: all).")] = None,
+    tp_degrees: Annotated[str | None, typer.Option(help="TP degrees to measure, such as 1,2,4 (default: all).")] = None,
     precision: opt.PrecisionKind = None,
     attention: opt.AttentionKind = None,
-    dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout")] = None,
+    dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout", help=help_of("dropout"))] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help=help_of("compile"))] = None,
     output: Output = None,

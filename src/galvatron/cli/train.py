@@ -68,10 +68,12 @@ def command(
     config: Config = None,
     output: Annotated[str, typer.Option("--output", "-o", help="Folder of the run.")] = "runs/latest",
     out: Annotated[str | None, typer.Option("--out", hidden=True)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
     virtual: opt.Virtual = None,
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="auto: measure this machine; or a preset or .toml file.")
+    ] = "auto",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
     data: Annotated[
         str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")
@@ -80,30 +82,44 @@ def command(
     text_field: Annotated[str | None, typer.Option(help="Field or column with the text (default: text).")] = None,
     pack: Annotated[
         bool | None,
-        typer.Option("--pack/--no-pack", help="Several documents in a row, kept apart, or one (default: chat packed)."),
+        typer.Option(
+            "--pack/--no-pack", help="Pack several documents into one row, kept apart (default: chat data only)."
+        ),
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Folder of safetensors to start from (default: MODEL, if it has some).")
     ] = None,
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")] = False,
     adapters: Annotated[str | None, typer.Option(help="Folder of LoRA adapters, as peft's, to start from.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Highest (3e-4).")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
-    decay: Annotated[str | None, typer.Option(help="cosine (default), linear or constant.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of matrices (default 0.01).")] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest gradient norm (default 1); 0: not clipped.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, dropout and order of samples (default 0).")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate (default 3e-4).")
+    ] = None,
+    warmup: Annotated[int | None, typer.Option(help="Warm-up steps (default: a tenth of the steps).")] = None,
+    decay: Annotated[
+        str | None, typer.Option(help="Learning-rate decay: cosine (default), linear or constant.")
+    ] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of matrices (default 0.01).")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm (default 1; 0: no clipping).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed of weights, dropout and sample order (default 0).")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints kept (default 3).")] = None,
+    keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep (default 3).")] = None,
     compare_every: Annotated[
-        int | None, typer.Option(help="Steps between comparisons of replicas (default 100); 0: never.")
+        int | None, typer.Option(help="Steps between checks that replicas are equal (default 100; 0: never).")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Start again from the last checkpoint so often.")] = 0,
-    replan: Annotated[bool, typer.Option("--replan", help="With fewer devices left, plan anew and go on.")] = False,
-    timeout: Annotated[str | None, typer.Option(help="A rank without a sign for so long hangs (5min).")] = None,
-    trace: Annotated[int | None, typer.Option(help="Write a profiler trace of this step.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often to restart from the last checkpoint after a failure.")
+    ] = 0,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="If devices are lost, make a new plan for the rest and continue.")
+    ] = False,
+    timeout: Annotated[
+        str | None, typer.Option(help="Treat a rank as hung after this long without a heartbeat (default 5min).")
+    ] = None,
+    trace: Annotated[int | None, typer.Option(help="Write a PyTorch profiler trace of this step.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = False,
     wandb: Annotated[str | None, typer.Option(help="Log to this Weights & Biases project too.")] = None,
 ) -> None:

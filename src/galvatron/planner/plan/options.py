@@ -23,33 +23,35 @@ class _Sizes(TypedDict, total=False):
 
     devices: Annotated[int | None, "How many of the cluster's devices (default: all; of a preset GPU one node)."]
     node_link: Annotated[str | None, "Network of a node: 200Gb, or 8x400Gb for a port each (default: the preset's)."]
-    memory: Annotated[str | int | None, "Budget of each device: 8GB, 8GiB (default: all it has)."]
+    memory: Annotated[str | int | None, "Memory budget of each device: 8GB, 8GiB (default: all it has)."]
     batch: Annotated[
         str | int | None, "Global batch in samples; best: any up to 64 a device (default: up to 4M tokens)."
     ]
     batch_tokens: Annotated[str | int | None, "Global batch in tokens: 4M (4e6), 4Mi (4·2^20)."]
     batch_step: Annotated[int | None, "Search batches in steps of this many samples (default 8)."]
     max_batch: Annotated[int | None, "Largest batch searched, in samples."]
-    max_micro_batches: Annotated[int | None, "Most micro-batches considered."]
-    space: Annotated[str, "full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
-    schedule: Annotated[str | None, f"{_SCHEDULES} (default {ONE_F_ONE_B.name})."]
-    cuts: Annotated[str | None, "exact (default), or a guideline of the paper: layers, parameters, memory, time."]
+    max_micro_batches: Annotated[int | None, "Largest number of micro-batches to consider (default: any)."]
+    space: Annotated[str, "Strategies to search: full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
+    schedule: Annotated[str | None, f"Pipeline schedule: {_SCHEDULES} (default {ONE_F_ONE_B.name})."]
+    cuts: Annotated[
+        str | None, "Where stages begin: exact (default), or balanced by layers, parameters, memory or time."
+    ]
     precision: Annotated[str | None, "fp32 or bf16 (default: bf16 where the device has it)."]
-    attention: Annotated[str | None, "fused (default), eager, or paper."]
-    dropout: Annotated[bool | None, "Default: as the model's configuration."]
+    attention: Annotated[str | None, "Attention kernel: fused (default), eager, or paper (as in 2022)."]
+    dropout: Annotated[bool | None, "Train with dropout (default: as the model's configuration says)."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]
     image_size: Annotated[
         int | None, "One image of so many pixels a side in each sample, beside text (default: text alone)."
     ]
-    optimizer: Annotated[str | None, f"{_OPTIMIZERS} (default {ADAMW.name})."]
-    expert_imbalance: Annotated[float | None, "Tokens of the busiest expert rank over the mean (default 1)."]
+    optimizer: Annotated[str | None, f"Optimizer: {_OPTIMIZERS} (default {ADAMW.name})."]
+    expert_imbalance: Annotated[float | None, "Load of the busiest expert rank over the mean (default 1)."]
     compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]
-    profile: Annotated[str | Path | None, "Measured layers (.toml)."]
-    freeze: Annotated[str | None, "Parameters that do not train: names of theirs or of modules, with *, by commas."]
-    lora: Annotated[int | None, "Train low-rank adapters of this rank, all else being frozen."]
-    lora_alpha: Annotated[float | None, "Their alpha (default: twice the rank)."]
-    lora_targets: Annotated[str | None, "Projections that have one, by commas (default: all-linear)."]
-    train_only: Annotated[str | None, "Parameters that train, all others being frozen; as for --freeze."]
+    profile: Annotated[str | Path | None, "Measured layer times, from 'galvatron profile model' (.toml)."]
+    freeze: Annotated[str | None, "Parameters to freeze: names of parameters or modules, with *, separated by commas."]
+    lora: Annotated[int | None, "Train LoRA adapters of this rank; everything else is frozen."]
+    lora_alpha: Annotated[float | None, "LoRA alpha (default: twice the rank)."]
+    lora_targets: Annotated[str | None, "Projections that get an adapter, separated by commas (default: all-linear)."]
+    train_only: Annotated[str | None, "Parameters to train, everything else is frozen; written as for --freeze."]
 
 
 class Setup(_Sizes, SwitchChoices, total=False):
@@ -57,9 +59,7 @@ class Setup(_Sizes, SwitchChoices, total=False):
     attention, its space and pruning, the systems of its time; unless said otherwise also its guideline for cuts (by
     memory) and few micro-batches."""
 
-    paper: Annotated[
-        bool, "The paper's setting: GPipe, fp32, no recompute, its attention, space, pruning and cuts by memory."
-    ]
+    paper: Annotated[bool, "Plan as the paper did: GPipe, fp32, no recompute, its attention and search space."]
 
 
 def setup_fields() -> dict[str, Any]:
