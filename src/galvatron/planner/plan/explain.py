@@ -1,4 +1,4 @@
-"""Why this plan and not another: every space's best beside it, what holds the others back, what more memory would buy."""
+"""Why this plan and not another: the best of every space beside it, what holds those back, what more memory buys."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def profile_view(profile: ModelProfile) -> RenderableType:
             "–" if memory is None else format_bytes(memory.activation_bytes),
             "–" if memory is None else format_bytes(memory.transient_bytes),
         )
-    title = Text(f"{profile.name}: one sample more + whatever the number", style="bold")
+    title = Text(f"{profile.name}: time of each sample + fixed time", style="bold")
     return Group(title, table, Text(profile.source, style="dim"))
 
 
