@@ -8,9 +8,9 @@ second a rank. ``tests/measure/rehearsal/test_memory_holds.py`` asserts that all
 
 The planner counts what CUDA's kernels keep. Where the CPU has no kernel of that kind (fused attention with a learned
 bias: T5, Swin) the case trains with eager attention, for which both keep the same. Two things make a prediction too
-high by design, and the cases are chosen so that they stay small: gradients count as always there (so without DP, which
-allocates them at once, there are several micro-batches), and the largest transient comes on top of all activations (so
-the layers with the largest ones are the last, whose backward runs while the others' activations are alive).
+high by design, and the cases are chosen so that they stay small: with several micro-batches gradients count as always
+there, and the largest transient comes on top of all activations (so the layers with the largest ones are the last,
+whose backward runs while the others' activations are alive).
 """
 
 from __future__ import annotations
@@ -183,6 +183,11 @@ CASES: Mapping[str, Case] = {
     # Other ways of training
     "gpt2 dropout": _uniform("gpt2", "dp2-tp2", dropout=True),
     "bert bf16": _uniform("narrow", "dp2-tp2", batch=4, precision=Precision.BF16),
+    # One micro-batch: gradients take the place of activations
+    "bert tp4 once": _uniform("bert", "tp4", micro_batches=1),
+    "gpt2 tp4 once": _uniform("gpt2", "tp4", micro_batches=1),
+    "bert bf16 once": _uniform("narrow", "dp2-tp2", batch=8, micro_batches=1, precision=Precision.BF16),
+    "bert bf16 dp4 once": _uniform("narrow", "dp4", batch=16, micro_batches=1, precision=Precision.BF16),
 }
 """The table, by name."""
 

@@ -5,7 +5,8 @@
 
 Each program runs in a process of its own: bf16 over fp32 masters, fused AdamW, clipping to 1. The stock programs are
 torchtitan's recipe: FSDP2 mixed precision on each block, blocks as they are or compiled, with Liger's kernels or
-without. Figures are medians of steps after the first ones; each program runs ``--repeats`` times, in turns.
+without. The stock programs of LoRA cases are peft's loop: a bf16 base under autocast, without FSDP2. Figures are
+medians of steps after the first ones; each program runs ``--repeats`` times, in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "llama-2k": {"model": "llama", "batch": 8, "tokens": 2048},
     "llama-8k": {"model": "llama", "batch": 2, "tokens": 8192},
     "qwen3-2k": {"model": "qwen3", "batch": 4, "tokens": 2048},
@@ -29,8 +30,10 @@ _CASES: dict[str, dict[str, Any]] = {
     "llama-2k-16": {"model": "llama", "batch": 16, "tokens": 2048},
     "llama-2k-32": {"model": "llama", "batch": 32, "tokens": 2048},
     "tiny": {"model": "tiny", "batch": 4, "tokens": 64},
+    "lora-8b": {"model": "llama3-8b", "batch": 4, "tokens": 2048, "lora": 16},
+    "tiny-lora": {"model": "tiny", "batch": 4, "tokens": 64, "lora": 4},
 }
-_MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192,
@@ -45,6 +48,12 @@ _MODELS: dict[str, dict[str, Any]] = {
         "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1280, "num_hidden_layers": 32,
         "num_attention_heads": 16, "intermediate_size": 5120, "vocab_size": 30522, "max_position_embeddings": 512,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "llama3-8b": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
     },
     "tiny": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -66,21 +75,60 @@ def _batches(case: dict[str, Any], config: dict[str, Any], device: Any) -> list[
     return [{"input_ids": own, "labels": own.clone()} for own in ids]
 
 
-def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[[dict[str, Any]], Any], Any]:
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-
+def _with_kernels(program: str, config: dict[str, Any]) -> None:
+    """Liger's, in place of the stock model's classes."""
     if program == "liger":
         import liger_kernel.transformers as liger
 
         getattr(liger, f"apply_liger_kernel_to_{config['model_type']}")()
+
+
+def stock_model(config: dict[str, Any], device: Any, dtype: Any) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
     fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     made = AutoConfig.for_model(config["model_type"], use_cache=False, **fields)
     kind: Any = AutoModelForMaskedLM if config["model_type"] == "bert" else AutoModelForCausalLM
     torch.manual_seed(0)
     with device:
-        model = kind.from_config(made, attn_implementation="sdpa").train()
+        return kind.from_config(made, attn_implementation="sdpa", dtype=dtype).train()
+
+
+def _peft(program: str, config: dict[str, Any], case: dict[str, Any], device: Any) -> tuple[Any, Any]:
+    """peft's own loop: the base in bf16, adapters in fp32, products under autocast, as the Trainer runs it."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    _with_kernels(program, config)
+    base = stock_model(config, device, torch.bfloat16)
+    torch._dynamo.config.recompile_limit = 64
+    adapters = LoraConfig(r=case["lora"], lora_alpha=2 * case["lora"], target_modules="all-linear", lora_dropout=0.0)
+    model = get_peft_model(base, adapters)
+    if program != "eager":
+        for block in base.model.layers:
+            block.compile()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=_RATE, fused=True)
+
+    def step(batch: dict[str, Any]) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, model
+
+
+def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _with_kernels(program, config)
+    model = stock_model(config, device, torch.float32)
     torch._dynamo.config.recompile_limit = 64  # as ours: by default blocks that differ in a constant are not compiled
     blocks = model.bert.encoder.layer if config["model_type"] == "bert" else model.model.layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -107,13 +155,18 @@ def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[C
 
     import galvatron
     from galvatron.core.spec import Precision, Training
+    from galvatron.core.spec.tuning import Lora
     from galvatron.families import load_cluster
     from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.by_hand import priced
     from galvatron.planner.plan.planner import Request
 
     training = Training(
-        precision=Precision.BF16, sequence_length=case["tokens"], compile=program != "ours-eager", dropout=False
+        precision=Precision.BF16,
+        sequence_length=case["tokens"],
+        compile=program != "ours-eager",
+        dropout=False,
+        lora=Lora(rank=case["lora"], alpha=2.0 * case["lora"]) if "lora" in case else None,
     )
     spec = load_any_model(config, training)
     cluster = replace(load_cluster("h200-8"), name="h200", levels=())
@@ -139,8 +192,8 @@ def _one(name: str, program: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    case = _CASES[name]
-    config = _MODELS[case["model"]]
+    case = CASES[name]
+    config = MODELS[case["model"]]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -148,10 +201,15 @@ def _one(name: str, program: str) -> dict[str, Any]:
     dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1, device_id=device if cuda else None)
     begin = time.perf_counter()
     ours = program.startswith("ours")
-    step, made = _ours(program, config, case) if ours else _stock(program, config, device)
+    if ours:
+        step, made = _ours(program, config, case)
+    elif "lora" in case:
+        step, made = _peft(program, config, case, device)
+    else:
+        step, made = _stock(program, config, device)
     batches = _batches(case, config, device)
     losses, seconds = [], []
-    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     first_s = None
     for number in range(_WARM + _TIMED):
         if number == _WARM and cuda:
@@ -185,7 +243,7 @@ def _run(args: argparse.Namespace) -> None:
     for repeat in range(args.repeats):
         for case in args.cases.split(","):
             for program in args.programs.split(","):
-                if program == "liger" and _CASES[case]["model"] == "bert":
+                if program == "liger" and CASES[case]["model"] == "bert":
                     continue  # Liger has no kernels for it
                 command = [sys.executable, __file__, "one", case, program]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -217,7 +275,7 @@ def _table(path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run")
     run.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert")

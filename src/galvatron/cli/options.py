@@ -31,6 +31,7 @@ __all__ = [
     "Virtual",
     "arranged",
     "checked_file",
+    "need_torch",
     "print_json",
     "show",
     "takes_setup",
@@ -155,6 +156,18 @@ SETUP_PANELS: dict[str, tuple[str, ...]] = {
     "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
 }
 """Panels of the help for the options of a setup."""
+
+
+def need_torch(what: str) -> None:
+    """Raise :class:`InvalidInput` where PyTorch and transformers are not installed; imports neither."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise InvalidInput(
+            f"galvatron {what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed; pip install 'galvatron[torch]'"
+        )
 
 
 def show(*views: RenderableType) -> None:

@@ -74,9 +74,14 @@ def command(
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="auto: measure this machine; or a preset or .toml file.")
     ] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of using cached results.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Evaluate on this file or folder (default: on held-out samples).")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder, 'bytes', or 'train'.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field or column with the text (default: text).")] = None,
@@ -99,6 +104,9 @@ def command(
         str | None, typer.Option(help="Learning-rate decay: cosine (default), linear or constant.")
     ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay of matrices (default 0.01).")] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(help="Label smoothing: share of each target spread over all words (default 0).")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm (default 1; 0: no clipping).")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Random seed of weights, dropout and sample order (default 0).")
@@ -127,6 +135,7 @@ def command(
 
     Under torchrun (several machines) each process is one rank, and a plan must be given.
     """
+    opt.need_torch("train")
     from galvatron.cli.progress import shown_progress
     from galvatron.core.units import parse_seconds
     from galvatron.train.settings import Decay
@@ -137,7 +146,9 @@ def command(
         raise InvalidInput("output: '' given; expected a folder's name, such as runs/first")
     said: dict[str, Any] = {
         "steps": steps,
+        "epochs": epochs,
         "data": data,
+        "evaluation_data": eval_data,
         "tokenizer": tokenizer,
         "text_field": text_field,
         "pack": pack,
@@ -147,6 +158,7 @@ def command(
         "warmup": warmup,
         "decay": None if decay is None else _chosen(decay, [*Decay]),
         "weight_decay": weight_decay,
+        "label_smoothing": label_smoothing,
         "clip": clip,
         "seed": seed,
         "workers": workers,
@@ -159,6 +171,8 @@ def command(
         "tensorboard": tensorboard or None,
         "wandb": wandb,
     }
+    if steps is not None and epochs is not None:
+        raise InvalidInput("--steps and --epochs exclude each other; leave one of them out")
     if resume and from_scratch:
         raise InvalidInput("--resume and --from-scratch exclude each other; a resumed run has its weights")
     if not resume:
@@ -174,6 +188,7 @@ def command(
         devices=devices,
         virtual=virtual,
         cluster=cluster,
+        fresh=fresh,
         resume=resume,
         max_restarts=max_restarts,
         replan=replan,

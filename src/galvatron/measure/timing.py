@@ -16,7 +16,7 @@ from galvatron.measure.figures import Block
 from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.peers import Peers
 
-__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of_calls"]
+__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of_calls", "slowdown_when_sustained"]
 
 Parts = Callable[[Callable[[], None]], object]
 """Work in parts: it calls its argument after each of them."""
@@ -113,6 +113,21 @@ def measure_in_turns(
     if not after:
         peers.report(steps, steps, "done")
     return found
+
+
+_SUSTAINED_S = 3.0
+"""Of work without a pause; a GPU's power limit acts within a second or two."""
+
+
+def slowdown_when_sustained(probe: Probe, blocks: Sequence[Block], peers: Peers) -> float:
+    """How much slower the probe gets when it runs without a pause, as training does; at least 1."""
+    short_s = statistics.median(sum(block.seconds) for block in blocks)
+    peers.meet()
+    calls = max(1, math.ceil(0.25 / short_s))
+    count = max(2, math.ceil(_SUSTAINED_S / (calls * short_s)))
+    runs = [sum(probe.run(calls)) / calls for _ in range(count)]
+    slowest: float = max(peers.gather(statistics.median(runs[count // 2 :])))
+    return max(1.0, slowest / short_s)
 
 
 def _block(probe: Probe, calls: int, peers: Peers, machines: Sequence[str]) -> Block:

@@ -21,10 +21,12 @@ __all__ = ["IterationTimes", "PeakMemory", "used_bytes"]
 
 _METERED_STEPS = 2
 """From before the model is built to the end of this step on the CPU: then optimizer states exist, and it was in use."""
+_FIRST, _LATER = "first iteration", "iterations"
+"""The first one also compiles."""
 
 
 def used_bytes(device: torch.device) -> int:
-    """Most tensors had on a GPU so far; on the CPU what the process has of the machine's memory."""
+    """Most that tensors had on a GPU since the last phase; on the CPU what the process has of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -32,15 +34,18 @@ def used_bytes(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Peak bytes of tensors, as the plan counts them. Made before the model.
+    """Peak bytes of tensors in iterations, as the plan counts them. Made before the model.
 
-    A GPU's allocator counts by itself. On the CPU allocations are followed until the second step ends; the copies that
+    A GPU's allocator counts by itself. What building, evaluating, comparing and saving need is kept apart from what
+    iterations need (:attr:`by_phase`). On the CPU allocations are followed until the second step ends; the copies that
     gloo makes count as well.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._meter: CpuMeter | None = None
+        self.by_phase: dict[str, int] = {}
+        """Peaks of the phases so far. Empty on the CPU."""
         self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -50,7 +55,15 @@ class PeakMemory:
             self._phase = self._meter.phase("training")
             self._phase.__enter__()
 
+    def phase_done(self, phase: str) -> None:
+        """What was allocated since the last call counts for ``phase``."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self.by_phase[phase] = max(peak, self.by_phase.get(phase, 0))
+            torch.cuda.reset_peak_memory_stats(self._device)
+
     def step_done(self, step_of_process: int) -> None:
+        self.phase_done(_FIRST if step_of_process == 1 else _LATER)
         if self._meter is not None and step_of_process >= _METERED_STEPS:
             self._phase.__exit__(None, None, None)
             self._meter.__exit__(None, None, None)
@@ -61,8 +74,13 @@ class PeakMemory:
     def bytes(self) -> int | None:
         """None while it is not known."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return max(self.by_phase.get(_FIRST, 0), self.by_phase.get(_LATER, 0)) or None
         return self._peak or None
+
+    @property
+    def elsewhere(self) -> int:
+        """The peak of building, evaluating, comparing and saving."""
+        return max((peak for phase, peak in self.by_phase.items() if phase not in (_FIRST, _LATER)), default=0)
 
 
 _UNSETTLED = 2
@@ -121,11 +139,14 @@ class IterationTimes:
         """The median; None if there were too few steps."""
         return statistics.median(self._iterations) if self._iterations else None
 
-    def of_all_ranks(self, memory_bytes: int, agreement: Agreement) -> list[RankTimes]:
+    def of_all_ranks(self, memory: PeakMemory, agreement: Agreement) -> list[RankTimes]:
         """What each rank measured; all ranks must ask."""
         medians = [statistics.median(part) for part in zip(*self._parts, strict=True)] or [0.0] * 4
-        mine = torch.tensor([*medians, float(memory_bytes)], dtype=torch.float64)
+        mine = torch.tensor([*medians, float(memory.bytes or 0), float(memory.elsewhere)], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=agreement.group)
         listed = [[float(value) for value in each] for each in everyone]
-        return [RankTimes(work, waiting, data, rest, int(most)) for work, waiting, data, rest, most in listed]
+        return [
+            RankTimes(work, waiting, data, rest, int(peak), int(elsewhere))
+            for work, waiting, data, rest, peak, elsewhere in listed
+        ]

@@ -209,7 +209,7 @@ def test_memory_by_strategy(strategy: str, states: float, activations: float, tr
         ("sdp2-tp2", 8, 21 * 4 / 2),
         ("sdp4+rc", 4, 5),  # of the layer's input only, which makes room for no more
         ("dp4", 8, 0),
-        ("tp4", 8, 0),
+        ("tp4", 8, 44),  # whole gradients that nobody sends
     ],
 )
 def test_shards_of_gradients_take_the_place_of_activations(strategy: str, micro_batch: int, late: float) -> None:
@@ -219,7 +219,8 @@ def test_shards_of_gradients_take_the_place_of_activations(strategy: str, micro_
 
 
 def test_ends_of_a_model_have_neighbours_of_their_own() -> None:
-    """Under SDP the last layer has no other's gradient beside its own, and before the first nothing is gathered."""
+    """Under SDP the last layer has no other's gradient beside its own, and before the first nothing is gathered; the
+    first one's shard of its gradient is made last of all."""
     end = replace(BLOCK, name="end", parameters=10 * MB)
 
     def transients(*layers: LayerSpec) -> dict[str, int]:
@@ -232,10 +233,12 @@ def test_ends_of_a_model_have_neighbours_of_their_own() -> None:
     whole, gradient = 10 * 4, 10 * 4 - work
     other = max(41 * 4 - activations, 0)
     first = transients(end, BLOCK, BLOCK)
-    assert first["end"] == (work + whole + gradient + other) * MB
+    shard = 10 * 4 / 4
+    assert first["end"] == (work + whole + gradient + other + shard) * MB
     last = transients(BLOCK, BLOCK, end)
     assert last["end"] == (work + whole + whole + gradient) * MB
-    assert first["block"] == last["block"] == transients(BLOCK)["block"] + (41 * 4 + other) * MB
+    alone = transients(BLOCK)["block"] - 41 * 4 / 4 * MB
+    assert first["block"] == last["block"] == alone + (41 * 4 + other) * MB
 
 
 def test_sharded_layers_hold_gathered_parameters_while_they_run() -> None:
@@ -245,7 +248,7 @@ def test_sharded_layers_hold_gathered_parameters_while_they_run() -> None:
 
 
 def test_bf16_keeps_a_working_copy_unless_sharded() -> None:
-    replicated = stage("dp4", precision=Precision.BF16).tables(np.array(8), np.array(1))
+    replicated = stage("dp4", precision=Precision.BF16).tables(np.array(8), np.array(2))
     sharded = stage("sdp4", precision=Precision.BF16).tables(np.array(8), np.array(2))
     assert replicated.state_bytes[0, 0] == 41 * (16 + 2) * MB
     assert sharded.state_bytes[0, 0] == 41 * 16 / 4 * MB
@@ -306,7 +309,7 @@ def test_layers_that_cannot_be_split_are_computed_whole() -> None:
     costs = stage("tp4", layer=whole)
     steady, _ = times(costs, 8)
     assert steady == pytest.approx(8 * F + H + 8 * B + 2 * H)
-    tables = costs.tables(np.array(8), np.array(1))
+    tables = costs.tables(np.array(8), np.array(2))
     assert tables.state_bytes[0, 0] == 64 * MB
     assert tables.activation_bytes[0, 0] == 8 * MB
 

@@ -30,7 +30,7 @@ from galvatron.core.files.tables import (
     preset_names,
     whole,
 )
-from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
+from galvatron.core.spec.profile import LayerGrade, LayerMemory, LayerTime, ModelProfile
 
 __all__ = ["dump_profile", "load_profile", "profile_names"]
 
@@ -74,6 +74,18 @@ _MEMORY = Table(
     ),
     many=(0, 10_000),
 )
+_GRADE_NAMES = ("rs", "ra")
+_GRADES = Table(
+    LayerGrade,
+    (
+        _LAYER,
+        Key("grade", "grade", NAME, "rs: all but products and attention recomputed; ra: all but attention"),
+        Key("share", "share", number(0, 100), "time of recomputing a sample over that of its forward"),
+        Key("fixed", "fixed_s", _TIME, "time of recomputing besides that of the samples"),
+        Key("activations", "activation_bytes", _SIZE, "saved for backward by one sample"),
+    ),
+    many=(0, 10_000),
+)
 _PROFILE = Table(
     ModelProfile,
     (
@@ -82,6 +94,7 @@ _PROFILE = Table(
         Key("layers_digest", "layers_digest", _DIGEST, "which layers were measured; a profile of others is refused"),
         Key("layers", "times", _TIMES, "[[layers]] tables, one for each kind of layer"),
         Key("memory", "memory", _MEMORY, "[[memory]] tables, the same for memory"),
+        Key("grades", "grades", _GRADES, "[[grades]] tables, of layers that are recomputed in part"),
     ),
 )
 
@@ -120,4 +133,11 @@ def _checked(profile: ModelProfile, file: str) -> ModelProfile:
                     "tensor parallelism"
                 )
             seen.add(variant)
+    grades = [(one.layer, one.grade) for one in profile.grades]
+    for index, grade in enumerate(grades):
+        if grade in grades[:index] or grade[1] not in _GRADE_NAMES:
+            raise InvalidInput(
+                f"{file}: grades[{index}] is {grade[1]!r} of {grade[0]!r}; expected {' or '.join(_GRADE_NAMES)}, each "
+                "once for a layer"
+            )
     return profile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,13 @@ class LayerJob:
         from galvatron.measure.cluster_jobs.compute import device_name
         from galvatron.measure.layer_jobs.runs import Bench
         from galvatron.measure.rehearsal.alone import alone_as
-        from galvatron.measure.timing import Rounds, measure_in_turns
+        from galvatron.measure.timing import Rounds, measure_in_turns, slowdown_when_sustained
 
         rounds = Rounds(count=self.rounds, block_s=self.block_s)
         blocks: dict[LayerProbe, list[Block]] = {}
         memory: dict[Variant, list[LayerBytes]] = {}
         left = len(self.probes)
+        sustained = 1.0
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
         with alone_as(0, max(variant.ranks for variant in self.variants)):
             bench = Bench(self.model, peers)
@@ -55,6 +57,9 @@ class LayerJob:
                 done, left = len(self.probes) - left, left - len(group)
                 probes = bench.fitting(sorted(group, key=lambda probe: -probe.samples))
                 blocks |= measure_in_turns(probes, rounds, peers, before=done, after=left)
+                longest = self._heaviest(probes)
+                if longest is not None and peers.device.type == "cuda":
+                    sustained = slowdown_when_sustained(probes[longest], blocks[longest], peers)
                 for variant in dict.fromkeys(probe.variant for probe in probes):
                     if variant.plain and peers.rank == 0:
                         counts = [probe.samples for probe in probes if probe.variant == variant]
@@ -62,4 +67,13 @@ class LayerJob:
                 peers.meet()
                 del probes
                 bench.clear()
-        return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory)
+        return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory, sustained=sustained)
+
+    def _heaviest(self, probes: Iterable[LayerProbe]) -> LayerProbe | None:
+        """That of the kind of layer that does most of the model's work, if it is among them."""
+        kind = max(
+            self.model.kinds,
+            key=lambda own: own.forward_flops * sum(layer.name == own.name for layer in self.model.layers),
+        )
+        own = [probe for probe in probes if probe.variant.layer == kind.name and probe.variant.whole]
+        return max(own, key=lambda probe: probe.samples, default=None)

@@ -30,7 +30,7 @@ class Conventions:
     shared_stay_gathered: bool
     """Whether SDP keeps weights that later layers use gathered, from their first use to their last."""
     late_gradients: bool
-    """Whether the place of a shard's gradient is made only when the first micro-batch's is reduced."""
+    """Whether the place of a gradient is made only when the first micro-batch's is there."""
     largest_layers_kept: int
     """Under SDP, gather buffers as large as the model's largest layer that the allocator keeps all the time."""
     pipeline_transients: int

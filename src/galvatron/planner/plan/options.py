@@ -15,7 +15,7 @@ from galvatron.core.spec.switches import SWITCHES, SwitchChoices
 __all__ = ["Setup", "checked_setup", "help_of", "setup_fields"]
 
 _SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
-_OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
+_OPTIMIZERS = ", ".join(optimizer.name for optimizer in OPTIMIZERS)
 
 
 class _Sizes(TypedDict, total=False):
@@ -36,7 +36,7 @@ class _Sizes(TypedDict, total=False):
     cuts: Annotated[
         str | None, "Where stages begin: exact (default), or balanced by layers, parameters, memory or time."
     ]
-    precision: Annotated[str | None, "fp32 or bf16 (default: bf16 where the device has it)."]
+    precision: Annotated[str | None, "fp32, tf32 (products only) or bf16 (default: bf16 where the device has it)."]
     attention: Annotated[str | None, "Attention kernel: fused (default), eager, or paper (as in 2022)."]
     dropout: Annotated[bool | None, "Train with dropout (default: as the model's configuration says)."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]

@@ -59,7 +59,7 @@ def layers_view(model: ModelSpec) -> RenderableType:
 
 def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
     """The clusters known by name, as a table."""
-    table = _table("name", "devices", "memory", "fp32", "bf16", "islands")
+    table = _table("name", "devices", "memory", "fp32", "tf32", "bf16", "islands")
     for cluster in clusters:
         device = cluster.device
         table.add_row(
@@ -67,11 +67,11 @@ def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
             f"{cluster.devices} × {device.name}",
             format_bytes(device.memory_bytes),
             _tera(device.fp32_flops_per_s),
-            "–" if device.bf16_flops_per_s is None else _tera(device.bf16_flops_per_s),
+            *("–" if rate is None else _tera(rate) for rate in (device.tf32_flops_per_s, device.bf16_flops_per_s)),
             " × ".join(f"{level.units} {level.name}" for level in cluster.levels),
         )
     note = (
-        "fp32 and bf16: TFLOP/s that a layer achieves. The name of a GPU is one node of 8; NAME:4 is one node of 4, "
+        "fp32, tf32, bf16: TFLOP/s that a layer achieves. The name of a GPU is one node of 8; NAME:4 is one node of 4, "
         "NAME:2x8 two nodes of 8, NAME-64 eight of them. 'galvatron clusters NAME' shows its links; --toml makes a "
         "file of it."
     )

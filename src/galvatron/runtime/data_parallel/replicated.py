@@ -45,6 +45,8 @@ class ReplicatedUnit(Unit):
     def _take(self, local: LocalParameter, work: Tensor) -> None:
         """A parameter's gradient for one micro-batch is there."""
         if work is not local.master and work.grad is not None:
+            if self._flat is None and self._group is not None:
+                self._attach_gradients()
             if local.master.grad is None:
                 local.master.grad = work.grad.to(local.master.dtype)
             else:
@@ -61,7 +63,11 @@ class ReplicatedUnit(Unit):
             )
 
     def begin(self) -> None:
-        if self._group is not None and all(local.master.grad is None for local in self.locals):
+        if self._group is None or any(local.master.grad is not None for local in self.locals):
+            return
+        if self._copies:
+            self._flat = None  # made when the first gradient is there, and with it the layer's activations gone
+        else:
             self._attach_gradients()
 
     def _attach_gradients(self) -> None:
@@ -88,6 +94,8 @@ class ReplicatedUnit(Unit):
 
     def _start_sum(self) -> None:
         self._last, self._left_out = False, self._missing
+        if self._flat is None:  # none of its parameters had a part in the loss here, but one may have elsewhere
+            self._attach_gradients()
         if self._flat is not None:
             for chunk in self._flat.split(_CHUNK_BYTES // self._flat.element_size()):
                 work = dist.all_reduce(chunk, group=self._group, async_op=True)
