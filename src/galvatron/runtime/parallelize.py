@@ -79,9 +79,9 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
     ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the meta device), a
-    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
-    :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
-    together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
+    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see
+    :class:`ParallelizeOptions`. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan and
+    number of processes do not go together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
     """
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
