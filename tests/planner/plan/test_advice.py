@@ -16,14 +16,20 @@ from galvatron.planner.plan.setup import request_for
 
 PRICED = re.compile(r"([0-9.e+]+) samples/s at batch (\d+) \((--.*)\)$")
 
+OLD = Setup(memory="8GiB", batch=32, schedule="gpipe", attention="eager", max_micro_batches=4, recompute=False)
+
 
 @pytest.mark.parametrize(
     ("model", "cluster", "setup", "options"),
     [
-        ("llama3-8b", "h100:1", Setup(), {"--sequence-length"}),
-        ("bert-huge-48", "titan-rtx-8", Setup(memory="8GiB", batch=32, recompute=False), {"--batch", "--recompute"}),
+        ("bert-huge-48", "titan-rtx-8", OLD, {"--batch", "--recompute", "--sequence-length"}),
         ("bert-huge-48", "titan-rtx-8", Setup(memory="4GiB", batch=32, space="dp"), {"--space"}),
-        ("bert-huge-32", "rtx4090:2", Setup(memory="7GiB", precision="fp32", batch=64), {"--precision"}),
+        (
+            "bert-large",
+            "rtx4090:1",
+            Setup(memory="6.5GiB", precision="fp32", batch=16, recompute=False),
+            {"--optimizer"},
+        ),
     ],
 )
 def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, options: set[str]) -> None:

@@ -20,7 +20,7 @@ __all__ = ["feasible_batch", "impossibility", "make_plan", "smallest_budget"]
 
 _TRIED = 256
 _PRICING_S = 0.7
-"""How long advice may take to be priced; what comes later only says that it fits."""
+"""Processor time after which advice is not priced any more, and only says that it fits."""
 _LEAST_TOKENS = 128
 _STATES_SAVED = 12
 """Bytes a frozen parameter does without: gradient and two moments in fp32."""
@@ -114,7 +114,7 @@ class _Change:
 def _remedies(request: Request) -> list[str]:
     """Single changes under which the same budget is enough, each tried and, while that is quick, priced: what changes
     nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
-    deadline = time.monotonic() + _PRICING_S
+    deadline = time.process_time() + _PRICING_S
     found = [_priced(change, deadline) for group in _changes(request) for change in _first_fitting(group)]
     training = request.model.training
     if not training.tunes and request.model.config is not None:
@@ -194,7 +194,7 @@ def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
 
 
 def _priced(change: _Change, deadline: float) -> str:
-    plan = try_plan(change.request) if time.monotonic() < deadline else None
+    plan = try_plan(change.request) if time.process_time() < deadline else None
     price = "fits" if plan is None else f"{plan.throughput:.3g} samples/s at batch {plan.batch}"
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
