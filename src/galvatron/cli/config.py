@@ -37,17 +37,15 @@ def _read(context: typer.Context, file: str | None) -> str | None:
     return file
 
 
-_WANTED = {
-    "boolean": (bool, "true or false"),
-    "integer": (int, "a whole number"),
-    "float": (int | float, "a number"),
-}
+_FLAG, _WHOLE, _NUMBER = (bool, "true or false"), (int, "a whole number"), (int | float, "a number")
+_WANTED = {"boolean": _FLAG, "bool": _FLAG, "integer": _WHOLE, "int": _WHOLE, "float": _NUMBER}
+"""By the names that click, and its copy in typer, give to types."""
 
 
 def _checked(file: str, key: str, kind: str, value: Any) -> Any:
     """The value, if the option can have it: a flag is true or false, a number a number."""
     wanted, words = _WANTED.get(kind, (str | int | float, "text"))
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "boolean"):
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise InvalidInput(f"{file}: {key} is {value!r}; expected {words}")
     return value if kind in _WANTED else str(value)
 

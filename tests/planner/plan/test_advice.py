@@ -16,7 +16,18 @@ from galvatron.planner.plan.setup import request_for
 
 PRICED = re.compile(r"([0-9.e+]+) samples/s at batch (\d+) \((--.*)\)$")
 
-OLD = Setup(memory="8GiB", batch=32, schedule="gpipe", attention="eager", max_micro_batches=4, recompute=False)
+OLD = Setup(
+    memory="7GiB",
+    batch=32,
+    schedule="gpipe",
+    attention="eager",
+    max_micro_batches=2,
+    recompute=False,
+    fused_loss=False,
+    zero2=False,
+    sequence_parallel=False,
+    accumulation=False,
+)
 
 
 @pytest.mark.parametrize(
