@@ -58,6 +58,7 @@ _DEVICE = Table(
         Key("fp32", "fp32_flops_per_s", COMPUTE_RATE, "achieved rate of a Transformer layer's forward in fp32"),
         Key("bf16", "bf16_flops_per_s", COMPUTE_RATE, "the same in bf16; left out where the device has none"),
         Key("tf32", "tf32_flops_per_s", COMPUTE_RATE, "the same with fp32 tensors and TF32 products, if any"),
+        Key("float8", "float8_flops_per_s", COMPUTE_RATE, "the same of products in float8, without casting, if any"),
         Key("layer_overhead", "layer_overhead_s", _LATENCY, "time a layer's forward takes however small its work"),
         Key("fp32_peak", "fp32_peak_flops_per_s", COMPUTE_RATE, "the data sheet's rate, to show a plan's share of it"),
         Key("bf16_peak", "bf16_peak_flops_per_s", COMPUTE_RATE, "the same in bf16, without sparsity"),
