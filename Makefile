@@ -33,7 +33,7 @@ demo: $(RUNTIME)
 	$(BIN)/galvatron compare bert-huge-32 --cluster titan-rtx-8 --memory 8GiB,12GiB,16GiB,20GiB --paper
 	rm -rf runs/demo
 	$(BIN)/galvatron train examples/small-bert --devices 4 --batch 32 --data stories --tokenizer train --steps 60 \
-	  --lr 2e-3 --save-every 20 --evaluate-every 20 --out runs/demo
+	  --lr 2e-3 --save-every 20 --evaluate-every 20 --output runs/demo
 	$(BIN)/galvatron export runs/demo runs/demo/model
 
 # Checking types takes half a minute of one core, so tests run beside it; test-all checks those of the tests too.

@@ -3,7 +3,7 @@
 galvatron plan FOLDER --cluster cluster.toml --batch 256 --output plan.json     # FOLDER: a saved Hugging Face ViT
 torchrun --nproc-per-node 8 examples/finetune_vit.py plan.json FOLDER IMAGES OUT
 
-The same in one command: galvatron train plan.json --weights FOLDER --data IMAGES --out runs/vit
+The same in one command: galvatron train plan.json --weights FOLDER --data IMAGES --output runs/vit
 """
 
 from __future__ import annotations

@@ -12,4 +12,4 @@ out=$4
 torchrun \
     --nnodes 2 --node-rank "$node" --nproc-per-node "${GPUS:-8}" \
     --master-addr "$address" --master-port 29500 \
-    -m galvatron train "$plan" --out "$out" --steps 10000 --save-every 500
+    -m galvatron train "$plan" --output "$out" --steps 10000 --save-every 500

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelSpec
 from galvatron.planner.plan.advice import make_plan
-from galvatron.planner.plan.options import Setup
+from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import request_for
 
@@ -30,18 +30,21 @@ def plan(
     ``model``: a preset's name, a file or folder, a Hugging Face model or configuration of any architecture that can be
     divided into layers, or facts: for a model of your own those that :func:`galvatron.describe` traces. Options are
     those of the command line:
-    ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch,
-    ``recompute=False`` turns an extension off, and so on; see :class:`galvatron.planner.plan.options.Setup`. Parameters
-    of a model in memory whose ``requires_grad`` is False are planned as frozen. Raises
-    :class:`galvatron.Infeasible` with advice when nothing fits.
+    ``memory`` is the budget of each device ("8GB", "8GiB", bytes; default: all it has), ``batch`` a fixed global batch
+    in samples, ``batch_tokens`` one in tokens ("4M"), ``recompute=False`` turns an extension off, and so on; see
+    :class:`galvatron.planner.plan.options.Setup`. Parameters of a model in memory whose ``requires_grad`` is False
+    are planned as frozen. Raises :class:`galvatron.Infeasible` with advice when nothing fits.
     """
+    setup = checked_setup(setup)
+    if model is None or isinstance(model, int | float):
+        raise InvalidInput(f"model: {model!r} given; expected a preset's name ('galvatron models'), a file or a model")
     if hasattr(model, "named_parameters"):
         model = _tuned_as(cast("nn.Module", model), setup)
     source = model if isinstance(model, str | Path | ModelSpec) else _configuration(model)
     if cluster == "auto":
         from galvatron.measure.auto import request_here
 
-        return make_plan(request_here(source, setup))
+        return make_plan(request_here(source, setup, devices=setup.pop("devices", None)))
     from galvatron.measure.models import load_any_model
 
     return make_plan(request_for(source, cluster, setup, load_any_model))

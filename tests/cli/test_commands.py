@@ -65,7 +65,7 @@ def test_plan_then_explain(run: Run, tmp_path: Path) -> None:
     done = run(*PLAN, "--output", path)
     assert done.status == 0
     assert "samples/s" in done.out
-    assert "proven best" in done.out
+    assert "proven optimal" in done.out
     explained = run("explain", path)
     assert explained.status == 0
     for space in ("full", "dp", "tp", "pp", "sdp", "3d", "dp+tp", "dp+pp"):
@@ -75,6 +75,40 @@ def test_plan_then_explain(run: Run, tmp_path: Path) -> None:
     best = {entry["space"]: entry["throughput"] or 0 for entry in spaces}
     assert best["full"] == max(best.values()), "the full space holds all the others"
     assert best["dp"] == 0, "pure DP needs 16 bytes a parameter and does not fit 8 GiB (paper: OOM)"
+
+
+def test_square_brackets_in_a_name_are_no_markup(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "plan[").mkdir()
+    for name in ("plan[v2].json", "plan[/b].json", "[bold]:smile:.json"):
+        done = run("plan", "bert-tiny", "-c", "cpu-4", "--batch", "8", "-o", str(tmp_path / name))
+        assert done.status == 0
+        assert f"written to {tmp_path / name};" in done.out
+        assert (tmp_path / name).exists()
+
+
+def test_every_line_fits_a_terminal_of_80_columns(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cut off either: rich would show that by an ellipsis in place of text."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path = str(tmp_path / "plan.json")
+    made = run("plan", "llama3-8b", "-c", "h100-8", "--batch", "16", "-o", path)
+    commands = [
+        ("explain", path),
+        ("compare", "bert-huge-32", "-c", "titan-rtx-8", "--memory", "8GiB,12GiB,16GiB", "--batch", "16"),
+        ("clusters",),
+        ("clusters", "h100-64"),
+        ("models",),
+        ("models", "llama3-8b"),
+        ("strategies", "--devices", "8"),
+    ]
+    for done in (made, *(run(*command) for command in commands)):
+        assert done.status == 0
+        for line in done.out.splitlines():
+            assert len(line.rstrip()) <= 80 or str(tmp_path) in line, line
+            assert "…" not in line or "batch" in line, line
+    assert "8192 tokens a sample" in made.out
+    assert "tokens/s" in made.out
+    assert "of peak (MFU)" in made.out
+    assert "left to the allocator" in made.out
 
 
 def test_a_pipe_gets_plain_text() -> None:
@@ -138,9 +172,9 @@ def test_models_and_clusters_are_listed(run: Run) -> None:
     assert all(name in listed for name in ("bert-huge-32", "llama3-70b", "gpt3-175b"))
     assert "encoder" in run("models", "bert-huge-96").out
     clusters = run("clusters").out
-    assert all(name in clusters for name in ("titan-rtx-8", "a100-64", "h100-1024"))
+    assert all(name in clusters for name in ("titan-rtx-8", "a100-80gb", "rtx5090", "b200"))
     assert "GB/s" in run("clusters", "a100-64").out
-    assert {entry["name"] for entry in json.loads(run("clusters", "--json").out)} >= {"l4-8", "rtx4090-8"}
+    assert {entry["name"] for entry in json.loads(run("clusters", "--json").out)} >= {"l4", "rtx4090"}
 
 
 @pytest.mark.parametrize(
@@ -169,11 +203,16 @@ def test_models_and_clusters_are_listed(run: Run) -> None:
         (("plan", "bert-huge-0", "-c", "titan-rtx-8"), "bert-huge"),
         (("plan", "bert-huge-32", "-c", "titan-rtx-8", "--profile", "nowhere.toml"), "nowhere.toml"),
         (("plan", "bert-huge-32", "-c", "titan-rtx-8", "-o", "/no/such/folder/plan.json"), "cannot write"),
+        (("plan", "bert-huge-32", "-c", "titan-rtx-8", "-o", ""), "expected a name that ends in .json"),
+        (("models", "bert-base", "-o", ""), "expected a name that ends in .json"),
+        (("plan", "bert-huge-32", "-c", "rtx4090", "--devices", "12"), "12 devices of rtx4090"),
+        (("plan", "bert-huge-32", "-c", "rtx4090", "--node-link", "200Gb"), "is one node"),
         (("compare", "bert-huge-32", "-c", "titan-rtx-8", "--memory", "8GB,x"), "memory"),
         (("explain", "no-such-plan.json"), "no-such-plan.json"),
         (("strategies", "--devices", "0"), "devices"),
         (("models", "bert"), "bert-base"),
-        (("clusters", "h100"), "h100-8"),
+        (("clusters", "h1000"), "h100"),
+        (("clusters", "--toml"), "a100:2x8"),
     ],
 )
 def test_bad_input_is_explained_with_status_2(run: Run, arguments: tuple[str, ...], said: str) -> None:

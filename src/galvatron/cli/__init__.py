@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from galvatron import __version__
 from galvatron.cli import (
     check,
     checkpoints,
     clusters,
     compare,
+    doctor,
     explain,
     export,
     models,
@@ -32,13 +35,37 @@ app = typer.Typer(
     name="galvatron",
     help="Finds the provably fastest way to train a Transformer on the GPUs you have.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (plan, train, explain, compare, check, rehearse, checkpoints, export, strategies, models, clusters):
-    app.command(verb.__name__.rpartition(".")[2])(verb.command)
-app.add_typer(profile.app, name="profile")
+_PANELS = {
+    "Plan": (plan, explain, compare, strategies),
+    "Train": (train, checkpoints, export),
+    "Try out": (check, rehearse, doctor),
+    "What is known": (models, clusters),
+}
+for _panel, _verbs in _PANELS.items():
+    for _verb in _verbs:
+        _epilog = "\n\n".join(getattr(_verb, "EXAMPLES", ()))
+        _name = _verb.__name__.rpartition(".")[2]
+        app.command(_name, rich_help_panel=_panel, epilog=_epilog or None)(_verb.command)
+app.add_typer(profile.app, name="profile", rich_help_panel="Plan")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"galvatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Finds the provably fastest way to train a Transformer on the GPUs you have."""
 
 
 def main() -> None:

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@opt.arranged(opt.SETUP_PANELS)
 @opt.takes_setup("memory", "space")
 def command(
     model: opt.ModelSource,
     cluster: opt.ClusterSource,
-    memory: Annotated[str, typer.Option(help="Budgets, separated by commas: 8GB,12GB,16GB,20GB.")],
+    memory: Annotated[str, typer.Option(help="Memory budgets, separated by commas: 8GB,12GB,16GB.")],
     setup: Setup,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show the best plan of every space at every budget, as in the paper's main table."""
+    """Compare the best plans of all spaces (DP, TP, PP, …) at several memory budgets."""
     from galvatron.core.units import parse_bytes
     from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.compare import compare

@@ -15,7 +15,7 @@ def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show per stage and layer what and why, memory against the budget, and the best plan of every other space."""
+    """Explain a plan: why each layer has its strategy, where time and memory go, and how other spaces compare."""
     from galvatron.planner.plan.explain import explain, time_shares
     from galvatron.planner.plan.plan import Plan
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.core.errors import InvalidInput
 
 __all__ = ["command"]
 
@@ -17,7 +18,8 @@ def command(
         str,
         typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A step's folder, or a run's, whose newest step is taken."),
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    out: Annotated[str | None, typer.Argument(metavar="[OUTPUT]", help="The folder to make.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="The same.")] = None,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the low-rank adapters, as peft writes them; else they are merged.")
     ] = False,
@@ -26,6 +28,11 @@ def command(
     opt.need_torch("export")
     from galvatron.train.checkpoints.folder import find
 
+    if (out is None) == (output is None):
+        raise InvalidInput("output: expected one folder to make: galvatron export RUN FOLDER, or --output FOLDER")
+    out = out or output or ""
+    if not out:
+        raise InvalidInput("output: '' given; expected a folder's name")
     saved = find(Path(checkpoint))
     from galvatron.train.checkpoints.export import export
 

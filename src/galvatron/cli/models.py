@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import help_of
-
-if TYPE_CHECKING:
-    from galvatron.core.spec import ModelSpec
 
 __all__ = ["command"]
 
@@ -30,11 +26,15 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the models known by name, or show the layers of one."""
+    from galvatron.core.files.models import dump_model
     from galvatron.families import configured_names, load_model, model_names
     from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
 
+    opt.checked_file(output, ".json", "my-model")
+    if output is not None and model is None:
+        raise InvalidInput(f"output: {output!r} given without a model; name the model whose facts it is to hold")
     training = training_of(
         Setup(
             precision=precision,
@@ -45,7 +45,7 @@ def command(
     )
     specs = [load_any_model(model, training)] if model else [load_model(name, training) for name in model_names()]
     if output is not None:
-        _write(specs, output)
+        opt.write_file(output, dump_model(specs[0]))
     if as_json:
         opt.print_json(
             [
@@ -66,15 +66,6 @@ def command(
     if model:
         opt.show(layers_view(specs[0]))
         return
-    opt.show(models_view(specs), f"also, by Hugging Face's configurations: {', '.join(configured_names())}")
+    from rich.text import Text
 
-
-def _write(specs: list[ModelSpec], output: str) -> None:
-    from galvatron.core.files.models import dump_model
-
-    if len(specs) != 1 or not output.endswith(".json"):
-        raise InvalidInput(f"output: {output!r} given; expected one model and a name that ends in .json")
-    try:
-        Path(output).write_text(dump_model(specs[0]), encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"output: cannot write {output!r}: {error.strerror or error}") from error
+    opt.show(models_view(specs), Text(f"also, by Hugging Face's configurations: {', '.join(configured_names())}"))

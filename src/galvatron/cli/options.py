@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.switches import SWITCHES
 from galvatron.planner.plan.options import help_of, setup_fields
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
+    "SETUP_PANELS",
     "AsJson",
     "AttentionKind",
     "ClusterHere",
@@ -23,11 +29,18 @@ __all__ = [
     "ModelSource",
     "PrecisionKind",
     "Virtual",
+    "arranged",
+    "checked_file",
     "need_torch",
     "print_json",
     "show",
     "takes_setup",
+    "write_file",
 ]
+
+_PLAIN_WIDTH = 140
+"""Where the output is no terminal, and COLUMNS does not say otherwise."""
+_LEAST_WIDTH = 40
 
 ModelSource = Annotated[
     str,
@@ -35,17 +48,21 @@ ModelSource = Annotated[
         metavar="MODEL", help="A preset ('galvatron models'), a Hugging Face config.json or folder, or a .toml."
     ),
 ]
-ClusterSource = Annotated[str, typer.Option("--cluster", "-c", help="A preset ('galvatron clusters') or a .toml file.")]
+ClusterSource = Annotated[
+    str, typer.Option("--cluster", "-c", help="rtx4090:4, a100:2x8 ('galvatron clusters'), or a .toml file.")
+]
 ClusterHere = Annotated[
     str,
-    typer.Option("--cluster", "-c", help="A preset ('galvatron clusters'), a .toml file, or auto: measure this one."),
+    typer.Option(
+        "--cluster", "-c", help="rtx4090:4, a100:2x8 ('galvatron clusters'), a .toml file, or auto: measure here."
+    ),
 ]
 PrecisionKind = Annotated[str | None, typer.Option("--precision", help=help_of("precision"))]
 AttentionKind = Annotated[str | None, typer.Option("--attention", help=help_of("attention"))]
 Virtual = Annotated[
-    int | None, typer.Option("--virtual", help="Share one GPU as so many devices (CUDA MPS): any plan on one GPU.")
+    int | None, typer.Option("--virtual", help="Run this many ranks on one GPU (CUDA MPS), to try any plan on it.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _option(name: str, kind: Any) -> Any:
@@ -90,11 +107,60 @@ def takes_setup(*leave_out: str) -> Callable[[Callable[..., None]], Callable[...
     return decorate
 
 
+def arranged(
+    panels: Mapping[str, tuple[str, ...]], aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put a command's options into panels of its help, and give some of them further names."""
+    panel_of = {name: panel for panel, names in panels.items() for name in names}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [_arranged(each, panel_of, aliases or {}) for each in signature.parameters.values()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def _arranged(
+    parameter: inspect.Parameter, panel_of: Mapping[str, str], aliases: Mapping[str, tuple[str, ...]]
+) -> inspect.Parameter:
+    kind, *others = get_args(parameter.annotation) or (parameter.annotation,)
+    option = next((copy(each) for each in others if hasattr(each, "rich_help_panel")), None)
+    if option is None:
+        return parameter
+    option.rich_help_panel = panel_of.get(parameter.name, option.rich_help_panel)
+    if parameter.name in aliases:
+        names = option.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+        option.param_decls = (*names, *aliases[parameter.name])
+    return parameter.replace(annotation=Annotated[kind, option])
+
+
+SETUP_PANELS: dict[str, tuple[str, ...]] = {
+    "Devices": ("cluster", "devices", "node_link", "memory", "virtual"),
+    "Batch": ("batch", "batch_tokens", "batch_step", "max_batch", "max_micro_batches"),
+    "Model": (
+        "precision",
+        "attention",
+        "dropout",
+        "sequence_length",
+        "image_size",
+        "optimizer",
+        "compile",
+        "expert_imbalance",
+        "profile",
+    ),
+    "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets"),
+    "Search": ("space", "schedule", "cuts", "paper"),
+    "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
+}
+"""Panels of the help for the options of a setup."""
+
+
 def need_torch(what: str) -> None:
     """Raise :class:`InvalidInput` where PyTorch and transformers are not installed; imports neither."""
     from importlib.util import find_spec
-
-    from galvatron.core.errors import InvalidInput
 
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
@@ -108,11 +174,35 @@ def show(*views: RenderableType) -> None:
     """Print for a person; without colours and at a fixed width when the output is not a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=140, no_color=True)
+        width = os.environ.get("COLUMNS", "")
+        width_here = int(width) if width.isdigit() and int(width) >= _LEAST_WIDTH else _PLAIN_WIDTH
+        console = Console(highlight=False, markup=False, emoji=False, width=width_here, no_color=True)
     for view in views:
-        console.print(view)
+        long = isinstance(view, str) and any(len(word) > console.width // 2 for word in view.split())
+        console.print(view, soft_wrap=long)  # a path is never broken
+
+
+def checked_file(name: str | None, suffix: str, what: str) -> None:
+    """Whether a file of this name can be written, before minutes are spent on what it is to hold."""
+    if name is None:
+        return
+    if not name.endswith(suffix):
+        raise InvalidInput(f"output: {name!r} given; expected a name that ends in {suffix}, such as {what}{suffix}")
+    folder = Path(name).parent
+    if not folder.is_dir():
+        raise InvalidInput(f"output: cannot write {name!r}: there is no folder {str(folder)!r}")
+
+
+def write_file(name: str | None, content: str) -> None:
+    """Write what the user asked for."""
+    if name is None:
+        return
+    try:
+        Path(name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"output: cannot write {name!r}: {error.strerror or error}") from error
 
 
 def print_json(value: Any) -> None:

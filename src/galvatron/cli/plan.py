@@ -11,9 +11,18 @@ from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import Setup
 
-__all__ = ["command"]
+__all__ = ["EXAMPLES", "command"]
 
 
+EXAMPLES = (
+    "Examples:",
+    "galvatron plan llama3-8b --cluster h100-8 --output plan.json",
+    "galvatron plan ./my-llama --cluster rtx4090 --devices 4 --batch-tokens 1M",
+    "galvatron plan bert-large --cluster auto",
+)
+
+
+@opt.arranged(opt.SETUP_PANELS)
 @opt.takes_setup()
 def command(
     model: opt.ModelSource,
@@ -27,12 +36,14 @@ def command(
     from galvatron.planner.plan.advice import make_plan
     from galvatron.planner.plan.setup import request_for
 
+    opt.checked_file(output, ".json", "plan")
     if cluster == "auto":
         opt.need_torch("plan --cluster auto")
         from galvatron.cli.progress import shown_progress
         from galvatron.measure.auto import request_here
 
-        request = request_here(model, setup, measuring=shown_progress, fresh=fresh)
+        devices = setup.pop("devices", None)
+        request = request_here(model, setup, devices=devices, measuring=shown_progress, fresh=fresh)
     elif fresh:
         raise InvalidInput(f"--fresh: nothing is measured for --cluster {cluster}; leave one of the two out")
     else:

@@ -15,8 +15,8 @@ __all__ = ["app"]
 app = typer.Typer(help="Measure this machine's devices and links, or a model's layers on them.", no_args_is_help=True)
 
 Output = Annotated[str | None, typer.Option("--output", "-o", help="Write the figures to this .toml file.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew, whatever was measured before.")]
-RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured, in turns.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again instead of using cached results.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured.")]
 
 
 @app.command("cluster")
@@ -30,19 +30,19 @@ def cluster_command(
     fresh: Fresh = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure links, devices and how they get into each other's way; under torchrun, of all machines."""
+    """Measure this machine's devices and links (under torchrun: those of all machines)."""
     opt.need_torch("profile")
     from galvatron.cli.progress import shown_progress
     from galvatron.core.files.clusters import dump_cluster
     from galvatron.measure.clusters import profile_cluster
     from galvatron.processes.virtual import virtual_gpus
 
-    _check(output)
+    opt.checked_file(output, ".toml", "my-cluster")
     with virtual_gpus(virtual), shown_progress("cluster") as progress:
         cluster = profile_cluster(devices, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
-    _write(output, dump_cluster(cluster))
+    opt.write_file(output, dump_cluster(cluster))
     if as_json:
         opt.print_json({**cluster.to_dict(), "devices": cluster.devices})
         return
@@ -58,10 +58,10 @@ def model_command(
         str, typer.Option("--cluster", "-c", help="The cluster it is for: auto (this machine), a preset or a .toml.")
     ] = "auto",
     virtual: opt.Virtual = None,
-    tp_degrees: Annotated[str | None, typer.Option(help="Degrees of TP, such as 1,2,4 (default: all).")] = None,
+    tp_degrees: Annotated[str | None, typer.Option(help="TP degrees to measure, such as 1,2,4 (default: all).")] = None,
     precision: opt.PrecisionKind = None,
     attention: opt.AttentionKind = None,
-    dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout")] = None,
+    dropout: Annotated[bool | None, typer.Option("--dropout/--no-dropout", help=help_of("dropout"))] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help=help_of("compile"))] = None,
     output: Output = None,
@@ -84,7 +84,7 @@ def model_command(
     from galvatron.planner.plan.setup import training_of
     from galvatron.processes.virtual import virtual_gpus
 
-    _check(output)
+    opt.checked_file(output, ".toml", "my-profile")
     degrees = _degrees(tp_degrees)
     setup = Setup(
         precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length, compile=compiled
@@ -97,7 +97,7 @@ def model_command(
             profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
     if not _speaks():
         return
-    _write(output, dump_profile(profile))
+    opt.write_file(output, dump_profile(profile))
     if as_json:
         opt.print_json(asdict(profile))
         return
@@ -120,23 +120,6 @@ def _speaks() -> bool:
     import os
 
     return os.environ.get("RANK", "0") == "0"
-
-
-def _check(output: str | None) -> None:
-    """Before minutes are spent on measuring."""
-    if output is not None and not output.endswith(".toml"):
-        raise InvalidInput(f"output: {output!r} given; expected a name that ends in .toml, as the planner reads it")
-
-
-def _write(output: str | None, content: str) -> None:
-    from pathlib import Path
-
-    if output is None:
-        return
-    try:
-        Path(output).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"output: cannot write {output!r}: {error.strerror or error}") from error
 
 
 def _written(output: str | None, option: str) -> list[str]:

@@ -15,10 +15,10 @@ __all__ = ["command"]
 def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
     rank: Annotated[int | None, typer.Option(help="The rank to run (default: 0).")] = None,
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="The first rank of each stage instead.")] = False,
+    all_stages: Annotated[bool, typer.Option("--all-stages", help="Run the first rank of each stage instead.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
     virtual: opt.Virtual = None,
-    steps: Annotated[int, typer.Option(help="Iterations to take the time of, after two others.")] = 3,
+    steps: Annotated[int, typer.Option(help="Iterations to time, after two of warm-up.")] = 3,
     as_json: opt.AsJson = False,
 ) -> None:
     """Run one rank's exact share of a plan on one device, without the others: its true peak memory and compute time."""

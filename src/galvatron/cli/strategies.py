@@ -20,13 +20,13 @@ _MOST_DEVICES = 1 << 14
 
 
 def command(
-    devices: Annotated[int, typer.Option(help="Devices in all.")],
+    devices: Annotated[int, typer.Option(help="Total number of devices.")],
     prune: Annotated[
-        bool, typer.Option("--prune/--no-prune", help="Apply Takeaway #3: no DP together with SDP.")
+        bool, typer.Option("--prune/--no-prune", help="Leave out HSDP (DP together with SDP), as the paper does.")
     ] = True,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Draw the decision trees for this many devices, one a pipeline degree, and count their candidates."""
+    """List the strategies that a layer can have on this many devices, as the paper's decision trees."""
     from galvatron.planner.space import RULES, Switches, space_named
 
     if not 1 <= devices <= _MOST_DEVICES:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.cli.config import Config, config_text, said_here
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import Setup
 
@@ -16,22 +17,64 @@ if TYPE_CHECKING:
     from galvatron.planner.plan.plan import Plan
     from galvatron.train.settings import Settings
 
-__all__ = ["command"]
+__all__ = ["EXAMPLES", "command"]
 
 
-@opt.takes_setup("paper", "image_size")
+EXAMPLES = (
+    "Examples:",
+    "galvatron train ./my-llama --data chat.jsonl --steps 1000 --output runs/chat",
+    "galvatron train --resume --output runs/chat",
+    "galvatron train --config runs/chat/run.toml --output runs/again",
+)
+_PANELS = {
+    **opt.SETUP_PANELS,
+    "Data": ("data", "tokenizer", "text_field", "pack", "eval_data", "epochs", "workers"),
+    "Start from": ("weights", "from_scratch", "adapters", "resume", "config"),
+    "Learning": ("steps", "learning_rate", "warmup", "decay", "weight_decay", "clip", "seed"),
+    "Saving and logging": (
+        "output",
+        "save_every",
+        "keep",
+        "evaluate_every",
+        "tensorboard",
+        "wandb",
+        "trace",
+    ),
+    "Faults": ("compare_every", "max_restarts", "replan", "timeout"),
+}
+_ALIASES = {
+    "output": ("--output-dir",),
+    "devices": ("--nproc-per-node",),
+    "steps": ("--max-steps",),
+    "warmup": ("--warmup-steps",),
+    "decay": ("--lr-scheduler-type",),
+    "clip": ("--max-grad-norm",),
+    "evaluate_every": ("--eval-steps",),
+    "save_every": ("--save-steps",),
+    "keep": ("--save-total-limit",),
+}
+"""Names that the Trainer of transformers and torchrun have for the same."""
+
+
+@opt.arranged(_PANELS, _ALIASES)
+@opt.takes_setup("paper", "image_size", "devices", "node_link")
 def command(
+    context: typer.Context,
     setup: Setup,
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL|PLAN", help="A model as for 'plan', or a plan file; left out to resume."),
     ] = None,
-    out: Annotated[str, typer.Option("--out", help="Folder of the run.")] = "runs/latest",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    config: Config = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder of the run.")] = "runs/latest",
+    out: Annotated[str | None, typer.Option("--out", hidden=True)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
     virtual: opt.Virtual = None,
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever was measured before.")] = False,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="auto: measure this machine; or a preset or .toml file.")
+    ] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again instead of using cached results.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")] = None,
     data: Annotated[
@@ -44,33 +87,47 @@ def command(
     text_field: Annotated[str | None, typer.Option(help="Field or column with the text (default: text).")] = None,
     pack: Annotated[
         bool | None,
-        typer.Option("--pack/--no-pack", help="Several documents in a row, kept apart, or one (default: chat packed)."),
+        typer.Option(
+            "--pack/--no-pack", help="Pack several documents into one row, kept apart (default: chat data only)."
+        ),
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Folder of safetensors to start from (default: MODEL, if it has some).")
     ] = None,
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")] = False,
     adapters: Annotated[str | None, typer.Option(help="Folder of LoRA adapters, as peft's, to start from.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Highest (3e-4).")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
-    decay: Annotated[str | None, typer.Option(help="cosine (default), linear or constant.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of matrices (default 0.01).")] = None,
-    label_smoothing: Annotated[
-        float | None, typer.Option(help="Share of each target that all words have (default 0).")
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help="Peak learning rate (default 3e-4).")
     ] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest gradient norm (default 1); 0: not clipped.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, dropout and order of samples (default 0).")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Warm-up steps (default: a tenth of the steps).")] = None,
+    decay: Annotated[
+        str | None, typer.Option(help="Learning-rate decay: cosine (default), linear or constant.")
+    ] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of matrices (default 0.01).")] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(help="Label smoothing: share of each target spread over all words (default 0).")
+    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm (default 1; 0: no clipping).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed of weights, dropout and sample order (default 0).")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints kept (default 3).")] = None,
+    keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep (default 3).")] = None,
     compare_every: Annotated[
-        int | None, typer.Option(help="Steps between comparisons of replicas (default 100); 0: never.")
+        int | None, typer.Option(help="Steps between checks that replicas are equal (default 100; 0: never).")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Start again from the last checkpoint so often.")] = 0,
-    replan: Annotated[bool, typer.Option("--replan", help="With fewer devices left, plan anew and go on.")] = False,
-    timeout: Annotated[str | None, typer.Option(help="A rank without a sign for so long hangs (5min).")] = None,
-    trace: Annotated[int | None, typer.Option(help="Write a profiler trace of this step.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often to restart from the last checkpoint after a failure.")
+    ] = 0,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="If devices are lost, make a new plan for the rest and continue.")
+    ] = False,
+    timeout: Annotated[
+        str | None, typer.Option(help="Treat a rank as hung after this long without a heartbeat (default 5min).")
+    ] = None,
+    trace: Annotated[int | None, typer.Option(help="Write a PyTorch profiler trace of this step.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = False,
     wandb: Annotated[str | None, typer.Option(help="Log to this Weights & Biases project too.")] = None,
 ) -> None:
@@ -84,6 +141,9 @@ def command(
     from galvatron.train.settings import Decay
     from galvatron.train.start import Asked, Screen, train
 
+    folder = Path(output if out is None else out)
+    if not str(output) or out == "":
+        raise InvalidInput("output: '' given; expected a folder's name, such as runs/first")
     said: dict[str, Any] = {
         "steps": steps,
         "epochs": epochs,
@@ -122,8 +182,8 @@ def command(
             raise InvalidInput(f"{name}: {value} given; expected at least {1 if name == 'devices' else 0}")
     asked = Asked(
         source=model,
-        out=Path(out),
-        settings=_settings(Path(out), {name: value for name, value in said.items() if value is not None}, resume),
+        out=folder,
+        settings=_settings(folder, {name: value for name, value in said.items() if value is not None}, resume),
         setup=setup,
         devices=devices,
         virtual=virtual,
@@ -132,6 +192,7 @@ def command(
         resume=resume,
         max_restarts=max_restarts,
         replan=replan,
+        config=config_text({**said_here(context), "output": str(folder)}),
     )
     train(asked, Screen(plan=_show, say=lambda text: opt.show(text), measuring=shown_progress))
 

@@ -19,6 +19,7 @@ __all__ = [
     "format_seconds",
     "parse_bytes",
     "parse_bytes_per_s",
+    "parse_count",
     "parse_flops",
     "parse_seconds",
 ]
@@ -53,6 +54,14 @@ def parse_bytes_per_s(value: str | int | float, *, where: str = "bandwidth") -> 
     if prefix not in _PREFIX:
         raise InvalidInput(f"{where}: {value!r} is not a bandwidth; write for example 12.5GB/s or 100Gb/s")
     return _finite(number * _PREFIX[prefix] / (8 if bits else 1), value, where)
+
+
+def parse_count(value: str | int, *, where: str = "number") -> int:
+    """Read how many: ``4M`` (4e6), ``4Mi`` (4·2²⁰), ``512k``, or a plain number."""
+    number, unit = _split(value, where, "a number such as 4M or 4Mi")
+    if unit not in _PREFIX:
+        raise InvalidInput(f"{where}: {value!r} is not a number; write for example 4M (4e6) or 4Mi (4·2^20)")
+    return round(_finite(number * _PREFIX[unit], value, where))
 
 
 def parse_flops(value: str | int | float, *, where: str = "rate") -> float:

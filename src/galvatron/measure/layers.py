@@ -130,6 +130,7 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
             if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
         ),
         source=provenance(findings.device, quality),
+        layers_digest=model.layers_digest,
     )
 
 

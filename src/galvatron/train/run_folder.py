@@ -27,6 +27,11 @@ class RunFolder:
         return self.path / "settings.json"
 
     @property
+    def config_file(self) -> Path:
+        """The options that the run was started with."""
+        return self.path / "run.toml"
+
+    @property
     def plan_file(self) -> Path:
         return self.path / "plan.json"
 
@@ -68,7 +73,7 @@ class RunFolder:
             self.settings_file.write_text(json.dumps(settings.to_dict(), indent=1) + "\n", encoding="utf-8")
             self.forget_endings()
         except OSError as error:
-            raise InvalidInput(f"out: cannot write to {str(self.path)!r}: {error.strerror or error}") from error
+            raise InvalidInput(f"output: cannot write to {str(self.path)!r}: {error.strerror or error}") from error
         plan.save(self.plan_file)
 
     def forget_endings(self) -> None:
@@ -84,7 +89,8 @@ class RunFolder:
         """A run does not overwrite another one."""
         if self.plan_file.exists():
             raise InvalidInput(
-                f"out: {str(self.path)!r} already holds a run; go on with it (--resume) or give another folder (--out)"
+                f"output: {str(self.path)!r} already holds a run; go on with it (--resume) or give another folder "
+                "(--output)"
             )
 
     def check_started(self) -> None:

@@ -51,6 +51,8 @@ class Asked:
     resume: bool = False
     max_restarts: int = 0
     replan: bool = False
+    config: str = ""
+    """All of this as a file that the command line reads, to repeat the run."""
 
 
 def is_plan(source: str) -> bool:
@@ -99,6 +101,8 @@ def train(asked: Asked, screen: Screen) -> None:
         _check_devices(plan.cluster.devices)
         _check_precision(plan)
         folder.begin(plan, asked.settings)
+        if not asked.resume:
+            folder.config_file.write_text(asked.config, encoding="utf-8")
         _run(asked, folder, plan, screen, phases)
 
 

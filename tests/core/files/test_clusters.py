@@ -16,6 +16,7 @@ from cluster_text import VALID, refusal, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import galvatron
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import cluster_names, cluster_schema, dump_cluster, load_cluster
 from galvatron.core.spec import Cluster, Device, Kind, Level, Strategy
@@ -39,6 +40,15 @@ PRESETS = Path(__file__).parents[3] / "src" / "galvatron" / "core" / "files" / "
         ("h200-8", 8, (8,)),
         ("rtx4090-8", 8, (4, 2)),
         ("l4-8", 8, (4, 2)),
+        ("rtx4090", 8, (4, 2)),
+        ("rtx4090:4", 4, (4,)),
+        ("rtx4090-2", 2, (2,)),
+        ("l40s:1", 1, ()),
+        ("a100:2x8", 16, (8, 2)),
+        ("a100-80gb:3x4", 12, (4, 3)),
+        ("h100-pcie-4", 4, (2, 2)),
+        ("rtx5090:6", 6, (6,)),
+        ("b200:4x8", 32, (8, 4)),
     ],
 )
 def test_preset(name: str, devices: int, islands: tuple[int, ...]) -> None:
@@ -48,12 +58,75 @@ def test_preset(name: str, devices: int, islands: tuple[int, ...]) -> None:
     assert tuple(level.units for level in cluster.levels) == islands
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "same"),
+    [
+        ("rtx4090", 4, "rtx4090:4"),
+        ("h100", 64, "h100-64"),
+        ("a100:2x8", 8, "a100-8"),
+        ("titan-rtx-8", 8, "titan-rtx-8"),
+    ],
+)
+def test_so_many_devices_of_a_preset(name: str, devices: int, same: str) -> None:
+    assert load_cluster(name, devices=devices).digest == load_cluster(same).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "said"),
+    [
+        ("a100:2x9", None, "a node of a100 has 1 to 8 devices"),
+        ("a100:0x8", None, "1 to 8 devices"),
+        ("a100-12", None, "12 devices of a100 asked for; expected 1 to 8"),
+        ("rtx4090", 12, "12 devices of rtx4090 asked for"),
+        ("rtx4090", 0, "0 devices of rtx4090 asked for"),
+        ("a100:2x8", 32, "32 given; cluster 'a100:2x8' has 16"),
+        ("titan-rtx-8:4", None, "one machine of 8 devices"),
+        ("rtx4080:8", None, "unknown cluster"),
+        ("h100:9999999x8", None, "expected at most"),
+    ],
+)
+def test_a_size_that_no_node_has_is_refused(name: str, devices: int | None, said: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        load_cluster(name, devices=devices)
+
+
+def test_another_network_between_nodes() -> None:
+    across = Strategy.parse("dp2-tp8").factors(Kind.DP)
+    shared = load_cluster("h100:2x8", node_link="200Gb")
+    assert shared.link(across).bytes_per_s == pytest.approx(0.9 * 25e9 / 8)
+    rails = load_cluster("a100:2x8", node_link="8x400Gb")
+    assert rails.link(across).bytes_per_s == pytest.approx(0.9 * 50e9)
+    assert "8x400Gb" in rails.source
+    for name, network, said in (
+        ("a100", "200Gb", "is one node"),
+        ("titan-rtx-8", "200Gb", "is one node"),
+        ("a100:2x8", "fast", "expected a bandwidth such as 200Gb"),
+        ("a100:2x8", "200Gx", "is not a bandwidth"),
+        ("a100:2x8", "0Gb", "from 1MB/s"),
+    ):
+        with pytest.raises(InvalidInput, match=re.escape(said)):
+            load_cluster(name, node_link=network)
+
+
+def test_gpus_leave_their_allocator_a_margin_and_the_paper_s_setting_none() -> None:
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.fragmentation == (0 if name.startswith(("titan", "cpu")) else 0.06), name
+    roomy = galvatron.plan("bert-large", "a100-8", batch=64)
+    assert roomy.memory_bytes <= roomy.memory_budget_bytes - roomy.cluster.facts.allocator_bytes(
+        roomy.memory_budget_bytes
+    )
+    assert galvatron.plan("bert-large", "a100-8", batch=8, paper=True).cluster.facts.fragmentation == 0
+
+
 def test_every_preset_is_known_and_says_where_its_figures_come_from() -> None:
     assert cluster_names() == tuple(sorted(file.stem for file in PRESETS.glob("*.toml")))
     for name in cluster_names():
         assert load_cluster(name).source
         for line in (PRESETS / f"{name}.toml").read_text(encoding="utf-8").splitlines():
-            if re.match(r"(reserved|overlap|memory|fp32|tf32|float8|bf16|layer_o|bandwidth|transfer)", line):
+            if re.match(
+                r"(reserved|fragmentation|overlap|memory|fp32|tf32|float8|bf16|layer_o|bandwidth|transfer)", line
+            ):
                 assert "  # " in line, f"{name}: {line} has no source"
 
 
@@ -80,7 +153,7 @@ def test_a_node_of_rails_gives_a_lane_to_each_device_and_a_shared_port_does_not(
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("titan-rtx-9", "titan-rtx-8"), ("h100_64", "h100-64"), ("nothing", "a100-8"), ("", "a100-8"), ("a\nb", "a100-8")],
+    [("titan-rtx-9", "titan-rtx-8"), ("h100_64", "h100"), ("nothing", "a100"), ("", "a100"), ("a\nb", "a100")],
 )
 def test_an_unknown_name_gets_suggestions(name: str, hint: str) -> None:
     with pytest.raises(InvalidInput, match=hint) as caught:
@@ -237,7 +310,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_presets_are_right_though_they_are_read_unchecked() -> None:
     for name in cluster_names():
-        assert load_cluster(PRESETS / f"{name}.toml") == load_cluster(name)
+        checked = load_cluster(PRESETS / f"{name}.toml")
+        whole = load_cluster(name if name.startswith(("titan", "cpu")) else f"{name}:2x8")
+        assert checked == replace(whole, name=name)
 
 
 def test_a_file_full_of_problems_gets_a_message_of_some_lines(tmp_path: Path) -> None:
@@ -294,7 +369,7 @@ clusters = st.builds(
 
 
 @given(clusters)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_whatever_is_written_reads_back_equal(tmp_path: Path, cluster: Cluster) -> None:
     assert load_cluster(write(tmp_path, dump_cluster(cluster))) == cluster
 

@@ -84,7 +84,7 @@ def test_advice_is_true() -> None:
     advice = " ".join(caught.value.advice)
     assert "recompute" in advice
     assert try_plan(request_for("bert-large", "titan-rtx-8", {**base, "recompute": True})) is not None
-    smaller = int(advice.split("a smaller batch: ")[1].split()[0])
+    smaller = int(advice.split("a smaller batch, ")[1].split(":")[0])
     assert try_plan(request_for("bert-large", "titan-rtx-8", {**base, "batch": smaller})) is not None
 
 

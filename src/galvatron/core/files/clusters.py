@@ -1,6 +1,7 @@
 """Clusters by name or from a TOML file (docs/clusters.md), and written back to one.
 
-The tables below are the file format: the reader, the writer and docs/cluster.schema.json all come from them.
+The tables below are the file format: the reader, the writer and docs/cluster.schema.json all come from them. A preset
+is one cluster (``titan-rtx-8``), or nodes of a kind of GPU in any number (``a100``: see ``nodes.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.nodes import fewer, linked, named_size, nodes_of, plain_size
 from galvatron.core.files.tables import (
     BANDWIDTH,
     BYTES,
@@ -58,6 +60,8 @@ _DEVICE = Table(
         Key("tf32", "tf32_flops_per_s", COMPUTE_RATE, "the same with fp32 tensors and TF32 products, if any"),
         Key("float8", "float8_flops_per_s", COMPUTE_RATE, "the same of products in float8, without casting, if any"),
         Key("layer_overhead", "layer_overhead_s", _LATENCY, "time a layer's forward takes however small its work"),
+        Key("fp32_peak", "fp32_peak_flops_per_s", COMPUTE_RATE, "the data sheet's rate, to show a plan's share of it"),
+        Key("bf16_peak", "bf16_peak_flops_per_s", COMPUTE_RATE, "the same in bf16, without sparsity"),
         Key("compiles", "compiles", FLAG, "whether blocks are compiled where nobody says (default true)"),
         Key("host_bandwidth", "host_bytes_per_s", BANDWIDTH, "between its memory and the host's, each way"),
         Key("host_memory", "host_memory_bytes", BYTES.between("1MiB", "1024TiB"), "its share of the host's memory"),
@@ -111,9 +115,23 @@ def cluster_names() -> tuple[str, ...]:
     return preset_names(_FOLDER)
 
 
-def load_cluster(source: str | Path) -> Cluster:
-    """The cluster that ``source`` names: a preset, or the path of a ``.toml`` file."""
-    return _checked(_CLUSTER.load(source, _FOLDER, "cluster"), str(source))
+def load_cluster(source: str | Path, *, devices: int | None = None, node_link: str | None = None) -> Cluster:
+    """The cluster that ``source`` names: a preset (``a100``, ``a100:2x8``, ``a100-64``), or the path of a TOML file.
+
+    ``devices``: how many of them; ``node_link``: the network of a node, such as ``200Gb`` or ``8x400Gb``.
+    """
+    name = str(source)
+    size = named_size(name)
+    if size is None or size.kind not in cluster_names():
+        cluster = _checked(_CLUSTER.load(source, _FOLDER, "cluster"), name)
+    else:
+        template = _CLUSTER.load(size.kind, _FOLDER, "cluster")
+        if devices is not None and size.plain:
+            size, devices = plain_size(template, devices), None
+        cluster = _checked(nodes_of(template, size), name)
+    if devices is not None:
+        cluster = fewer(cluster, devices)
+    return cluster if node_link is None else linked(cluster, node_link)
 
 
 def dump_cluster(cluster: Cluster) -> str:

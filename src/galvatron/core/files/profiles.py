@@ -17,7 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.tables import BYTES, FLAG, NAME, SECONDS, SOURCE, Key, Table, number, preset_names, whole
+from galvatron.core.files.tables import (
+    BYTES,
+    FLAG,
+    NAME,
+    SECONDS,
+    SOURCE,
+    Key,
+    Table,
+    Value,
+    number,
+    preset_names,
+    whole,
+)
 from galvatron.core.spec.profile import LayerGrade, LayerMemory, LayerTime, ModelProfile
 
 __all__ = ["dump_profile", "load_profile", "profile_names"]
@@ -25,6 +37,8 @@ __all__ = ["dump_profile", "load_profile", "profile_names"]
 _FOLDER = "profiles"
 _TIME = SECONDS.between("0s", "1000s")
 _SIZE = BYTES.between("0B", "1024TiB")
+
+_DIGEST = Value(str, {"max_length": 64, "pattern": "^[0-9a-f]*$"})
 
 _LAYER = Key("layer", "layer", NAME, "the layer's name in the model, such as encoder")
 _VARIANT = (
@@ -77,6 +91,7 @@ _PROFILE = Table(
     (
         Key("name", "name", NAME, "the profile's name"),
         Key("source", "source", SOURCE, "where the times were measured"),
+        Key("layers_digest", "layers_digest", _DIGEST, "which layers were measured; a profile of others is refused"),
         Key("layers", "times", _TIMES, "[[layers]] tables, one for each kind of layer"),
         Key("memory", "memory", _MEMORY, "[[memory]] tables, the same for memory"),
         Key("grades", "grades", _GRADES, "[[grades]] tables, of layers that are recomputed in part"),

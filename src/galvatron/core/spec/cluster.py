@@ -24,6 +24,10 @@ from galvatron.core.spec.strategy import Factor, degree_of
 __all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
 
+_PEAKS = ("fp32_peak_flops_per_s", "bf16_peak_flops_per_s")
+"""Fields of a device that are shown only."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """One accelerator."""
@@ -44,6 +48,9 @@ class Device:
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
+    fp32_peak_flops_per_s: float | None = None
+    """The data sheet's rate, to show a plan's share of it; None: unknown. No price depends on it."""
+    bf16_peak_flops_per_s: float | None = None
     host_bytes_per_s: float | None = None
     """Between its memory and the host's, each way; None: nobody knows, and nothing is offloaded."""
     host_memory_bytes: int | None = None
@@ -64,6 +71,11 @@ class Device:
     def offloads(self) -> bool:
         """Whether what is saved for backward can be kept on the host."""
         return self.host_bytes_per_s is not None and self.host_memory_bytes is not None
+
+    def peak_flops_per_s(self, precision: Precision) -> float | None:
+        """The data sheet's rate; None: unknown."""
+        peaks = {Precision.FP32: self.fp32_peak_flops_per_s, Precision.BF16: self.bf16_peak_flops_per_s}
+        return peaks.get(precision)
 
     @property
     def precision(self) -> Precision:
@@ -143,7 +155,8 @@ class Cluster:
     reserved_bytes: int
     """Memory a process needs besides tensors: context, communication buffers, workspace."""
     fragmentation: float = 0.0
-    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds."""
+    """Part of the rest that is lost between tensors: an allocator cannot give away everything it holds. The margin of
+    every plan: 6% where PyTorch's CUDA allocator manages the memory."""
     overlap_slowdown: float = 1.0
     """Factor by which computation and communication slow each other down while they overlap (paper: 1.3)."""
     compute_contention: float = 1.0
@@ -161,6 +174,10 @@ class Cluster:
     def tensor_bytes(self, budget_bytes: int) -> int:
         """What tensors can have of a device's budget."""
         return int((budget_bytes - self.reserved_bytes) * (1 - self.fragmentation))
+
+    def allocator_bytes(self, budget_bytes: int) -> int:
+        """The part of a device's budget that is left to the allocator."""
+        return budget_bytes - self.reserved_bytes - self.tensor_bytes(budget_bytes)
 
     def least_budget(self, tensor_bytes: int) -> int:
         """The least budget in which tensors can have so much."""
@@ -268,7 +285,7 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
-        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s"):
+        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s", *_PEAKS):
             if facts["device"][name] is None:
                 del facts["device"][name]
         for group in facts["groups"]:
@@ -281,6 +298,8 @@ class Cluster:
         """Identifies the facts, whatever file or preset they came from."""
         facts = self.to_dict()
         del facts["name"], facts["source"]
+        for peak in _PEAKS:
+            facts["device"].pop(peak, None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

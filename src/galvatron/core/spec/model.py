@@ -352,3 +352,18 @@ class ModelSpec:
             "training": self.training.to_dict(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def layers_digest(self) -> str:
+        """Identifies what a profile measures: kinds of layer and how they compute, whatever their number and order, and
+        whatever of them is frozen."""
+        stock = self.untuned()
+        balanced = (
+            kind if kind.experts is None else replace(kind, experts=replace(kind.experts, imbalance=1.0))
+            for kind in stock.kinds
+        )
+        facts = {
+            "kinds": sorted((kind.to_dict() for kind in balanced), key=lambda kind: str(kind["name"])),
+            "training": [stock.training.precision, stock.training.attention, stock.training.compile],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

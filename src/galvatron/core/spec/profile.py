@@ -82,6 +82,8 @@ class ModelProfile:
     memory: tuple[LayerMemory, ...] = ()
     grades: tuple[LayerGrade, ...] = ()
     source: str = ""
+    layers_digest: str = ""
+    """:attr:`galvatron.core.spec.model.ModelSpec.layers_digest` of what was measured; empty: written by hand."""
 
     @cached_property
     def digest(self) -> str:
@@ -91,6 +93,8 @@ class ModelProfile:
         """As plan files have it. What was measured without EP or a fused loss does not mention it, as before there was
         any: digests and files stay the same."""
         facts = asdict(self)
+        if not self.layers_digest:
+            del facts["layers_digest"]
         for time in facts["times"]:
             if time["ep"] == 1:
                 del time["ep"]

@@ -93,7 +93,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="rc",
                 title="recompute",
-                help="Recompute, chosen layer by layer; without it no grades of it.",
+                help="Activation recomputation, chosen layer by layer; without it no grades of it.",
                 note="recomputed in backward",
                 remedy="keep only each layer's input and run forward again",
             )
@@ -148,7 +148,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="sp",
                 title="sequence parallelism",
-                help="Sequence parallelism beside TP.",
+                help="Sequence parallelism together with TP.",
                 note="sequence split too",
                 needs=frozenset({Kind.TP}),
             )
@@ -161,7 +161,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="zero2",
                 title="ZeRO-2",
-                help="ZeRO-2 style DP.",
+                help="ZeRO-2: shard gradients and optimizer states, not parameters.",
                 note="gradients and optimizer sharded",
                 needs=frozenset({Kind.DP}),
                 excludes=frozenset({Kind.SDP}),
@@ -176,7 +176,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="fl",
                 title="fused loss",
-                help="Loss in chunks, without keeping logits.",
+                help="Compute the loss in chunks, without keeping the logits.",
                 note="loss in chunks, no logits kept",
                 without=frozenset({"recompute", "selective_recompute", "recompute_but_attention", "offload"}),
                 remedy="compute the loss in chunks and keep no logits",
@@ -211,7 +211,7 @@ class Switches(LayerSwitches):
         metadata={
             "switch": Switch(
                 title="hybrid sharding",
-                help="DP over SDP (Takeaway #3 off).",
+                help="Allow HSDP: DP between islands over SDP inside them (the paper leaves it out).",
                 space_needs=frozenset({Kind.DP, Kind.SDP}),
                 uneven_links_only=True,
             )
@@ -220,7 +220,9 @@ class Switches(LayerSwitches):
     """DP over SDP in one layer: turns Takeaway #3 off."""
     accumulation: bool = field(
         default=False,
-        metadata={"switch": Switch(title="accumulation", help="Micro-batches without a pipeline.")},
+        metadata={
+            "switch": Switch(title="accumulation", help="Gradient accumulation: micro-batches without a pipeline.")
+        },
     )
     """Micro-batches without a pipeline: gradients accumulate over them."""
     expert_parallel: bool = field(

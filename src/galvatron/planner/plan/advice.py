@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
-from galvatron.core.spec import SWITCHES, Attention, Kind, Level, Precision
+from galvatron.core.spec import OPTIMIZERS, SWITCHES, Attention, Kind, Level, Precision, optimizer_named
 from galvatron.core.units import format_bytes
+from galvatron.families import load_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
@@ -15,6 +19,11 @@ from galvatron.planner.space import Space, space_named
 __all__ = ["feasible_batch", "impossibility", "make_plan", "smallest_budget"]
 
 _TRIED = 256
+_PRICING_S = 0.7
+"""Processor time after which advice is not priced any more, and only says that it fits."""
+_LEAST_TOKENS = 128
+_STATES_SAVED = 12
+"""Bytes a frozen parameter does without: gradient and two moments in fp32."""
 
 
 def feasible_batch(request: Request) -> int | None:
@@ -93,38 +102,101 @@ def _explained(request: Request) -> GalvatronError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One thing that a user could do otherwise."""
+
+    what: str
+    option: str
+    request: Request
+
+
 def _remedies(request: Request) -> list[str]:
-    """Single changes under which the same budget is enough, each tried unless it says otherwise."""
-    found: list[str] = []
+    """Single changes under which the same budget is enough, each tried and, while that is quick, priced: what changes
+    nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
+    deadline = time.process_time() + _PRICING_S
+    found = [_priced(change, deadline) for group in _changes(request) for change in _first_fitting(group)]
+    training = request.model.training
+    if not training.tunes and request.model.config is not None:
+        saved = format_bytes(_STATES_SAVED * request.model.parameters)
+        found.append(f"low-rank adapters, all else frozen: {saved} less for states, not priced here (--lora 16)")
+    if training.attention is not Attention.FUSED:
+        found.append("not tried here, but smaller: --attention fused")
+    return found
+
+
+def _changes(request: Request) -> Iterator[Iterator[_Change]]:
+    """Groups of changes; of each the first that fits is told."""
     if request.batch is not None and request.batch > 1:
         smaller = [batch for batch in range(1, request.batch) if request.batch % batch == 0 or batch % 8 == 0]
-        feasibility = Feasibility(request.problem())
-        for batch in reversed(smaller[-24:]):
-            if feasibility.fits(batch):
-                found.append(f"a smaller batch: {batch} fits (--batch {batch})")
-                break
+        yield (
+            _Change(f"a smaller batch, {batch}", f"--batch {batch}", replace(request, batch=batch))
+            for batch in reversed(smaller[-24:])
+        )
     switches = request.effective_switches
     for switch in SWITCHES:
-        if switch.remedy is None or getattr(switches, switch.name):
-            continue
-        if _fits(replace(request, switches=replace(switches, **{switch.name: True}))):
-            found.append(f"{switch.title}: {switch.remedy} (--{switch.option})")
-    if request.space != "full" and _fits(replace(request, space="full")):
-        found.append("the full space of strategies (--space full)")
-    for factor in (2, 4, 8, 16, 32):
-        larger = _more_devices(request, factor)
-        if _fits(larger):
-            found.append(f"more devices: {larger.cluster.devices} of them fit")
-            break
+        if switch.remedy is not None and not getattr(switches, switch.name):
+            on = replace(request, switches=replace(switches, **{switch.name: True}))
+            yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
+    if request.space != "full":
+        yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])
     training = request.model.training
-    leaner = []
     if training.precision is not Precision.BF16 and request.cluster.device.bf16_flops_per_s is not None:
-        leaner.append("--precision bf16")
-    if training.attention is not Attention.FUSED:
-        leaner.append("--attention fused")
-    if leaner:
-        found.append(f"not tried here, but smaller: {', '.join(leaner)}")
-    return found
+        yield _retrained(request, "bf16", "--precision bf16", precision=Precision.BF16)
+    yield _leaner_states(request)
+    if training.sequence_length is not None and not training.tunes:
+        yield (
+            change
+            for part in (2, 4, 8, 16)
+            for tokens in [training.sequence_length // part]
+            if tokens >= _LEAST_TOKENS
+            for change in _retrained(
+                request, f"{tokens} tokens a sample", f"--sequence-length {tokens}", sequence_length=tokens
+            )
+        )
+    yield (
+        _Change(f"more devices, {larger.cluster.devices}", "", larger)
+        for factor in (2, 4, 8, 16, 32)
+        for larger in [_more_devices(request, factor)]
+    )
+
+
+def _leaner_states(request: Request) -> Iterator[_Change]:
+    """The same optimizer with smaller states, where there is one."""
+    training = request.model.training
+    now = optimizer_named(training.optimizer)
+    for other in OPTIMIZERS:
+        if other.name.startswith(now.name) and other.state_bytes < now.state_bytes:
+            model = replace(request.model, training=replace(training, optimizer=other.name))
+            yield _Change("smaller optimizer states", f"--optimizer {other.name}", replace(request, model=model))
+
+
+def _retrained(request: Request, what: str, option: str, **changes: Any) -> Iterator[_Change]:
+    """The model trained otherwise, where its layers can be counted anew without torch."""
+    model = request.model
+    if model.config is None or model.training.tunes:
+        return
+    try:
+        changed = load_model(dict(model.config), replace(model.training, **changes))
+    except GalvatronError:
+        return
+    training = replace(changed.training, optimizer=model.training.optimizer, compile=model.training.compile)
+    yield _Change(
+        what, option, replace(request, model=replace(changed, name=model.name, training=training), profile=None)
+    )
+
+
+def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
+    for change in changes:
+        if _fits(change.request):
+            yield change
+            return
+
+
+def _priced(change: _Change, deadline: float) -> str:
+    plan = try_plan(change.request) if time.process_time() < deadline else None
+    price = "fits" if plan is None else f"{plan.throughput:.3g} samples/s at batch {plan.batch}"
+    return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 
 def _fits(request: Request) -> bool:

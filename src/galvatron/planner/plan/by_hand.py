@@ -19,6 +19,8 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
     The request must fix the batch. A plan above the budget is priced too (``memory_bytes`` says by how much), but a
     file of it would be refused.
     """
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        raise InvalidInput(f"micro_batches: {micro_batches!r} given; expected a whole number from 1 on")
     if request.batch is None or request.batch % micro_batches:
         raise InvalidInput(
             f"batch: {request.batch} given; expected one that divides into {micro_batches} micro-batches"

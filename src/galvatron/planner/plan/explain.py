@@ -1,4 +1,4 @@
-"""Why this plan and not another: every space's best beside it, what stops the others, what more memory would buy."""
+"""Why this plan and not another: the best of every space beside it, what holds those back, what more memory buys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rival:
     space: str
     plan: Plan | None
     obstacle: str
-    """What stops it from being as good, in a sentence."""
+    """Its bottleneck, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

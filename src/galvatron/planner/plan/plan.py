@@ -11,20 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.units import format_bytes
 from galvatron.planner.plan.record import PlanRecord
 
 __all__ = ["Plan"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanRecord):
     """How to train a model on a cluster, and what that will cost."""
+
+    def __repr__(self) -> str:
+        """One line; ``to_json()`` has everything."""
+        return (
+            f"<Plan of {self.model.name} on {self.cluster.devices} × {self.cluster.facts.device.name}: "
+            f"{self.throughput:.4g} samples/s, batch {self.batch} = {self.micro_batches} × {self.micro_batch}, "
+            f"{self.pipeline_degree} stage{'s' * (self.pipeline_degree > 1)} ({self.schedule}), "
+            f"{format_bytes(self.memory_bytes)} of {format_bytes(self.memory_budget_bytes)}>"
+        )
 
     def to_json(self) -> str:
         """Text that is identical from run to run: fixed order of keys, no times or places of the search itself."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: str | Path) -> None:
+        if not str(path):
+            raise InvalidInput("plan: its file has no name; expected one such as plan.json")
         path = Path(path)
         try:
             path.write_text(self.to_json(), encoding="utf-8")

@@ -38,7 +38,11 @@ from galvatron.planner.space import Switches, default_switches, space_named
 __all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
 
 _SAMPLES_PER_DEVICE = 64
-"""Largest batch searched by default, for each device: beyond it throughput hardly grows."""
+"""Largest batch searched, for each device: beyond it throughput hardly grows."""
+_TOKENS_PER_DEVICE = 1 << 17
+_TOKENS = 1 << 22
+"""Most tokens of a batch searched by default, for each device and in all: language models are trained with a few
+million tokens a step at most (Llama 2: 4M), and with less on few devices, where a step would take a minute."""
 _LARGEST_BATCH = 1 << 22
 _MOST_BATCHES = 4096
 
@@ -55,6 +59,8 @@ class Request:
     """Plan for exactly this global batch; None: search batches."""
     batch_step: int | None = None
     max_batch: int | None = None
+    any_tokens: bool = False
+    """Whether batches are searched however many tokens they have."""
     space: str = "full"
     switches: Switches | None = None
     """Extensions; None: all of them, hybrid sharding only where islands differ in speed."""
@@ -67,6 +73,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("batch", "batch_step", "max_batch", "max_micro_batches"):
             value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InvalidInput(f"{name.replace('_', '-')}: {value!r} given; expected a whole number")
             if value is not None and value < 1:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
         for name in ("batch", "max_batch", "batch_step"):
@@ -104,9 +112,22 @@ class Request:
     def batches(self) -> tuple[int, ...]:
         if self.batch is not None:
             return (self.batch,)
-        step = self.batch_step or default_batch_step(self.cluster.devices)
-        limit = self.max_batch or max(_SAMPLES_PER_DEVICE * self.cluster.devices, step)
+        devices = self.cluster.devices
+        limit = self.max_batch or self._usual_batch
+        step = self.batch_step or default_batch_step(devices)
+        if self.batch_step is self.max_batch is None and limit < 8 * step:
+            step = max(1, 1 << (limit // 8).bit_length() - 1) if limit >= 8 else 1
+        limit = limit if self.max_batch else max(limit, step)
         return tuple(range(step, min(limit, step * (_MOST_BATCHES + 1)) + 1, step))
+
+    @property
+    def _usual_batch(self) -> int:
+        """The largest batch that is searched where nobody says."""
+        devices, length = self.cluster.devices, self.model.training.sequence_length
+        most = _SAMPLES_PER_DEVICE * devices
+        if self.any_tokens or length is None:
+            return most
+        return min(most, max(devices, min(_TOKENS, _TOKENS_PER_DEVICE * devices) // length))
 
     @property
     def effective_switches(self) -> Switches:

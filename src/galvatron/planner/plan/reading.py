@@ -111,6 +111,8 @@ def _check_space(plan: PlanRecord) -> None:
             f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
         )
     for index, time in enumerate(() if plan.profile is None else plan.profile.times):
+        if not 0.01 <= time.backward_ratio <= 10_000:
+            raise InvalidInput(f"profile.times[{index}].backward_ratio: {time.backward_ratio} given; expected above 0")
         for name, value in asdict(time).items():
             if name.endswith("_s") and value is not None and not (0 <= value < 1e6 and (value or name != "forward_s")):
                 raise InvalidInput(f"profile.times[{index}].{name}: {value} given; expected seconds, forward_s above 0")
@@ -118,8 +120,27 @@ def _check_space(plan: PlanRecord) -> None:
 
 def _check_numbers(plan: PlanRecord) -> None:
     certificate = plan.certificate
-    if certificate is not None and (certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s):
-        raise InvalidInput("certificate: the bound must be positive and no more than iteration_s, the gap not negative")
+    if certificate is not None:
+        if certificate.gap < 0 or not 0 < certificate.lower_bound_s <= plan.iteration_s:
+            raise InvalidInput(
+                "certificate: the bound must be positive and no more than iteration_s, the gap not negative"
+            )
+        if abs(plan.iteration_s / certificate.lower_bound_s - 1 - certificate.gap) > 1e-6 * (1 + certificate.gap):
+            raise InvalidInput(
+                f"certificate.gap: {certificate.gap} is not iteration_s / lower_bound_s - 1 = "
+                f"{plan.iteration_s / certificate.lower_bound_s - 1}"
+            )
+        for name in ("combinations", "opened", "solved", "stages_solved"):
+            if getattr(certificate, name) < 0:
+                raise InvalidInput(f"certificate.{name}: {getattr(certificate, name)} given; expected at least 0")
+    if not 0 < plan.memory_budget_bytes <= plan.cluster.facts.device.memory_bytes:
+        raise InvalidInput(
+            f"memory_budget_bytes: {plan.memory_budget_bytes} given; expected above 0 and at most the device's "
+            f"{plan.cluster.facts.device.memory_bytes}"
+        )
+    for index, memory in enumerate(() if plan.profile is None else plan.profile.memory):
+        if min(memory.activation_bytes, memory.transient_bytes) < 0:
+            raise InvalidInput(f"profile.memory[{index}]: a size is negative; expected bytes from 0 on")
     if plan.bubble_s < 0 or any(min(asdict(stage.time).values()) < 0 or stage.time_s <= 0 for stage in plan.stages):
         raise InvalidInput("bubble_s or stages[].time: a time is negative")
     schedule_named(plan.schedule)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from galvatron.core.spec import ADAMW, LAYER_SWITCHES, SWITCHES
-from galvatron.core.units import format_bytes, format_count, format_seconds
+from galvatron.core.units import GIB, format_bytes, format_count, format_seconds
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
 from galvatron.planner.plan.plan import Plan
@@ -24,7 +24,7 @@ __all__ = ["comparison_view", "explanation_view", "plan_view"]
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_STRIP = 64
+_STRIP = 40
 
 
 def _trained(plan: Plan) -> str:
@@ -35,41 +35,76 @@ def _trained(plan: Plan) -> str:
 
 def plan_view(plan: Plan) -> RenderableType:
     """What the plan is, its stages as strips of layers, and its certificate."""
-    model, facts = plan.model, plan.cluster.facts
+    model, facts, training = plan.model, plan.cluster.facts, plan.model.training
     title = Text(f"{model.name}", style="bold")
+    length = "" if training.sequence_length is None else f", {training.sequence_length} tokens a sample"
     title.append(
         f"  {format_count(model.parameters)} parameters{_trained(plan)}, "
         f"{sum(run.count for run in model.order)} layers, "
-        f"{model.training.precision}{_optimizer(plan)}{', compiled' if model.training.compile else ''} on "
-        f"{plan.cluster.devices} × {facts.device.name} ({facts.name})",
+        f"{training.precision}{_optimizer(plan)}{', compiled' if training.compile else ''}{length}\n"
+        f"on {plan.cluster.devices} × {facts.device.name} ({facts.name})",
         style="default",
     )
     numbers = Text()
     numbers.append(f"{plan.throughput:.2f} samples/s", style="bold green")
+    numbers.append(f"{_tokens_per_s(plan)}{_share_of_peak(plan)}\n")
+    batch = f"batch {plan.batch} = {plan.micro_batches} × {plan.micro_batch}"
+    tokens = (
+        "" if training.sequence_length is None else f" ({format_count(plan.batch * training.sequence_length)} tokens)"
+    )
     numbers.append(
-        f"   batch {plan.batch} = {plan.micro_batches} × {plan.micro_batch}   "
-        f"iteration {format_seconds(plan.iteration_s)}   "
-        f"{_plural(plan.pipeline_degree, 'stage')} ({plan.schedule})   "
-        f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}"
+        f"{batch}{tokens}   iteration {format_seconds(plan.iteration_s)}   "
+        f"{_plural(plan.pipeline_degree, 'stage')} ({plan.schedule})\n"
+        f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}{_margin(plan)}"
     )
     proof = plan.certificate
     certificate = Text(
         "written by hand: nothing is proven about it"
         if proof is None
-        else f"proven best of the {plan.space.name!r} space{_rules(plan)}: gap {proof.gap:g}, {proof.combinations} "
-        f"combinations bounded, {proof.solved} solved exactly",
+        else f"proven {'optimal' if proof.gap == 0 else f'within {proof.gap:.2%} of the optimum'} in the "
+        f"{plan.space.name!r} space{_rules(plan)}; {proof.combinations - proof.solved} configurations ruled out, "
+        f"{proof.solved} solved exactly",
         style="dim",
     )
-    notes = []
-    seen = model.training.image_tokens
+    return Group(title, numbers, _strips(plan), _legend(plan), certificate, *_notes(plan))
+
+
+def _tokens_per_s(plan: Plan) -> str:
+    length = plan.model.training.sequence_length
+    if length is None:
+        return ""
+    rate = plan.throughput * length
+    return f" = {rate:,.0f} tokens/s ({rate / plan.cluster.devices:,.0f} a device)"
+
+
+def _share_of_peak(plan: Plan) -> str:
+    """Model FLOPs a second over the data sheet's (MFU): three forward passes a sample, recomputation not counted."""
+    training, device = plan.model.training, plan.cluster.facts.device
+    peak = device.peak_flops_per_s(training.precision)
+    if peak is None or training.tunes:
+        return ""
+    achieved = 3 * plan.model.spec().forward_flops * plan.throughput / plan.cluster.devices
+    return f"   {achieved / peak:.0%} of peak (MFU)"
+
+
+def _margin(plan: Plan) -> str:
+    left = plan.cluster.facts.allocator_bytes(plan.memory_budget_bytes)
+    return f"; {format_bytes(left)} are left to the allocator" if left > 0 else ""
+
+
+def _notes(plan: Plan) -> Iterator[Text]:
+    training, batches = plan.model.training, plan.space.batches
+    seen = training.image_tokens
     if seen is not None:
-        side = model.training.image_size
+        side = training.image_size
         size = "" if side is None else f" (one of {side} × {side} pixels)"
-        of = f"{seen} of {model.training.sequence_length} tokens"
-        notes.append(Text(f"{of} a sample are of images{size}", style="dim"))
-    if len(plan.space.batches) > 1 and plan.batch > 0.9 * plan.space.batches[-1]:
-        notes.append(Text("the batch is about the largest searched; fix yours with --batch", style="dim"))
-    return Group(title, numbers, _strips(plan), _legend(plan), certificate, *notes)
+        yield Text(f"{seen} of {training.sequence_length} tokens a sample are of images{size}", style="dim")
+    if len(batches) > 1:
+        largest = f"the fastest of {batches[0]}, {batches[1]} … {batches[-1]} samples"
+        length = training.sequence_length
+        tokens = "" if length is None else f" (at most {format_count(batches[-1] * length)} tokens)"
+        remedy = "--batch or --batch-tokens fixes yours, --batch best tries larger ones"
+        yield Text(f"batch: {largest}{tokens}; {remedy}", style="dim")
 
 
 def _optimizer(plan: Plan) -> str:
@@ -151,7 +186,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         _shares(plan),
         Text("\nStages and layers", style="bold"),
         _layers(explanation),
-        Text("\nMemory at the peak, against the budget", style="bold"),
+        Text(f"\nMemory of a device at the peak, in GiB, of {format_bytes(plan.memory_budget_bytes)}", style="bold"),
         _memory(plan),
         Text("\nThe best plan of every space", style="bold"),
         _rivals(explanation),
@@ -181,14 +216,15 @@ def _shares(plan: Plan) -> Table:
 
 def _layers(explanation: Explanation) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    for name in ("stage", "layers", "kind", "strategy", "what it means", "why"):
-        table.add_column(name)
+    for name in ("stage", "layers", "strategy", "what it means", "why"):
+        table.add_column(name, overflow="fold")
     for number, stage in enumerate(explanation.plan.stages):
         for layer, count in layer_runs(stage.layers):
             last = layer.index + count - 1
             span = str(layer.index) if count == 1 else f"{layer.index}–{last}"
             meaning = "; ".join(_meaning(layer.strategy))
-            table.add_row(str(number), span, layer.layer, layer.strategy, meaning, explanation.reasons[layer.index])
+            reason = explanation.reasons[layer.index]
+            table.add_row(str(number), f"{span} {layer.layer}", layer.strategy, meaning, reason)
     return table
 
 
@@ -216,21 +252,16 @@ def _axis_meanings(axes: str) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    for name in ("stage", "states", "activations", "in flight", "transient", "reserved", "peak", "left"):
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
+    for name in ("stage", "states", "activations", "in flight", "transient", "reserved", "peak", "allocator", "left"):
         table.add_column(name, justify="right")
+    margin = plan.cluster.facts.allocator_bytes(plan.memory_budget_bytes)
     for number, stage in enumerate(plan.stages):
         use = stage.memory
-        table.add_row(
-            str(number),
-            format_bytes(use.states),
-            format_bytes(use.activations),
-            str(stage.in_flight),
-            format_bytes(use.transient),
-            format_bytes(use.reserved),
-            format_bytes(stage.memory_bytes),
-            format_bytes(plan.memory_budget_bytes - stage.memory_bytes),
-        )
+        left = plan.memory_budget_bytes - margin - stage.memory_bytes
+        sizes = [use.states, use.activations, use.transient, use.reserved, stage.memory_bytes, margin, left]
+        states, activations, *others = (f"{size / GIB:.3g}" for size in sizes)
+        table.add_row(str(number), states, activations, str(stage.in_flight), *others)
     return table
 
 
@@ -239,7 +270,7 @@ def _rivals(explanation: Explanation) -> Table:
     for name, justify in (("space", "left"), ("samples/s", "right"), ("of ours", "right"), ("batch", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("stages", justify="right")
-    table.add_column("what stops it")
+    table.add_column("bottleneck")
     ours = explanation.plan.throughput
     for rival in explanation.rivals:
         if rival.plan is None:

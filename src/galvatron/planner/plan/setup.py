@@ -5,6 +5,7 @@ One place decides every default, for the command line and for Python alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.nodes import linked
 from galvatron.core.spec import (
     ADAMW,
     GPIPE,
@@ -31,10 +33,10 @@ from galvatron.core.spec import (
     schedule_named,
 )
 from galvatron.core.spec.tuning import ALL_LINEAR, Lora
-from galvatron.core.units import parse_bytes
+from galvatron.core.units import parse_bytes, parse_count
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
-from galvatron.planner.plan.options import Setup, setup_fields
+from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
@@ -47,6 +49,8 @@ PAPER_MICRO_BATCHES = 4
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
 
+BEST = "best"
+"""In place of a batch: the best of all that are worth a search, however many tokens."""
 _PAPER_STEP = 8
 _MOST_IMBALANCE = 1000
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -62,12 +66,12 @@ def request_for(
 
     ``load``: how a model's facts are found; the default knows what can be counted without torch.
     """
-    _reject_unknown(setup)
+    setup = checked_setup(setup)
     paper = setup.get("paper", False)
     if paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
-    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    cluster = _cluster(cluster, setup)
     if setup.get("offload") and not cluster.device.offloads:
         raise InvalidInput(
             f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
@@ -92,7 +96,8 @@ def request_for(
         _check_float8(model, cluster)
     if setup.get("expert_imbalance") is not None:
         model = _imbalanced(model, setup["expert_imbalance"])
-    memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
+    memory, batch_step = setup.get("memory"), setup.get("batch_step")
+    batch = _batch(setup, model, cluster)
     most = setup.get("max_micro_batches")
     return Request(
         model=model,
@@ -101,6 +106,7 @@ def request_for(
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
         max_batch=setup.get("max_batch"),
+        any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
         switches=_switches(setup, cluster),
         schedule=_schedule(setup),
@@ -109,6 +115,56 @@ def request_for(
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
     )
+
+
+def _cluster(given: str | Path | Cluster, setup: Setup) -> Cluster:
+    """The cluster asked for. In the paper's setting a preset has no margin for the allocator and no known peak: the
+    paper counts what is reserved only."""
+    devices, node_link = setup.get("devices"), setup.get("node_link")
+    if not isinstance(given, str | Path | Cluster):
+        raise InvalidInput(
+            f"cluster: {given!r} given; expected a preset's name ('galvatron clusters'), the path of a .toml file, or "
+            "auto to measure this machine"
+        )
+    if not isinstance(given, Cluster):
+        cluster = load_cluster(given, devices=devices, node_link=node_link)
+        if not setup.get("paper") or Path(given).suffix == ".toml":
+            return cluster
+        device = replace(cluster.device, fp32_peak_flops_per_s=None, bf16_peak_flops_per_s=None)
+        return replace(cluster, fragmentation=0.0, device=device)
+    given = given if devices is None else given.shrunk(devices)
+    return given if node_link is None else linked(given, node_link)
+
+
+def _batch(setup: Setup, model: ModelSpec, cluster: Cluster) -> int | None:
+    """The batch asked for, in samples; None: it is searched."""
+    given, tokens = setup.get("batch"), setup.get("batch_tokens")
+    if tokens is not None:
+        other = next((name for name in ("batch", "batch_step", "max_batch") if setup.get(name) is not None), None)
+        if other is not None:
+            raise InvalidInput(f"batch-tokens and {other.replace('_', '-')} contradict each other; give one of them")
+        return _samples(parse_count(tokens, where="batch-tokens"), model, cluster.devices)
+    if given is None or given == BEST:
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise InvalidInput(f"batch: {given!r} given; expected a whole number of samples, or {BEST}") from None
+
+
+def _samples(tokens: int, model: ModelSpec, devices: int) -> int:
+    """So many tokens as samples: a multiple of the devices where there are enough, else a power of two, so that they
+    divide well."""
+    length = model.training.sequence_length
+    if length is None:
+        raise InvalidInput(f"batch-tokens: {tokens} given, but samples of {model.name} have no length; give --batch")
+    if tokens < length:
+        raise InvalidInput(
+            f"batch-tokens: {tokens} given, but one sample of {model.name} has {length} tokens; give more, or a "
+            "--sequence-length"
+        )
+    samples = tokens / length
+    return round(samples / devices) * devices if samples >= devices else 2 ** round(math.log2(samples))
 
 
 def _reject_tuning(asked: Training, model: ModelSpec) -> None:
@@ -187,12 +243,6 @@ def _imbalanced(model: ModelSpec, imbalance: float | None) -> ModelSpec:
         for layer in model.layers
     )
     return replace(model, layers=layers)
-
-
-def _reject_unknown(setup: Setup) -> None:
-    unknown = sorted(set(setup) - set(setup_fields()))
-    if unknown:
-        raise TypeError(f"{unknown[0]!r} is not an option of a plan; they are {', '.join(setup_fields())}")
 
 
 def _space(setup: Setup) -> str:
@@ -276,6 +326,11 @@ def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile |
     given = setup.get("profile")
     if given is not None:
         profile = load_profile(given)
+        if profile.layers_digest not in ("", model.layers_digest):
+            raise InvalidInput(
+                f"profile {profile.name!r} was measured with other layers than those of {model.name}: of another "
+                "model, precision, length, attention, or compiled or not; measure this with 'galvatron profile model'"
+            )
         names = [kind.name for kind in model.untuned().kinds]
         if not any(profile.time_of(name) for name in names):
             raise InvalidInput(

@@ -35,15 +35,14 @@ def models_view(models: Sequence[ModelSpec]) -> RenderableType:
 def layers_view(model: ModelSpec) -> RenderableType:
     """The kinds of layer of a model, as a table."""
     table = _table(
-        "layers", "kind", "parameters", "forward FLOPs", "activations", "of these replicated by TP", "output", "heads"
+        "layers", "parameters", "forward FLOPs", "activations", "of these whole under TP", "output", "heads", left=1
     )
     position = 0
     for layer, run in groupby(model.layers):
         count = len(list(run))
         tensor = layer.tensor_parallel
         table.add_row(
-            f"{position}–{position + count - 1}" if count > 1 else str(position),
-            layer.name,
+            f"{position}–{position + count - 1} {layer.name}" if count > 1 else f"{position} {layer.name}",
             format_count(layer.parameters),
             format_count(layer.forward_flops),
             format_bytes(layer.activation_bytes),
@@ -60,24 +59,28 @@ def layers_view(model: ModelSpec) -> RenderableType:
 
 def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
     """The clusters known by name, as a table."""
-    table = _table("name", "devices", "device", "memory", "fp32", "tf32", "bf16", "islands")
+    table = _table("name", "devices", "memory", "fp32", "tf32", "bf16", "islands")
     for cluster in clusters:
         device = cluster.device
         table.add_row(
             cluster.name,
-            str(cluster.devices),
-            device.name,
+            f"{cluster.devices} × {device.name}",
             format_bytes(device.memory_bytes),
-            _rate(device.fp32_flops_per_s),
-            *("–" if rate is None else _rate(rate) for rate in (device.tf32_flops_per_s, device.bf16_flops_per_s)),
-            " × ".join(f"{level.units} ({level.name})" for level in cluster.levels),
+            _tera(device.fp32_flops_per_s),
+            *("–" if rate is None else _tera(rate) for rate in (device.tf32_flops_per_s, device.bf16_flops_per_s)),
+            " × ".join(f"{level.units} {level.name}" for level in cluster.levels),
         )
-    return table
+    note = (
+        "fp32, tf32, bf16: TFLOP/s that a layer achieves. The name of a GPU is one node of 8; NAME:4 is one node of 4, "
+        "NAME:2x8 two nodes of 8, NAME-64 eight of them. 'galvatron clusters NAME' shows its links; --toml makes a "
+        "file of it."
+    )
+    return Group(table, Text(note, style="dim"))
 
 
 def links_view(cluster: Cluster) -> RenderableType:
     """A cluster's links, level by level, as a table."""
-    table = _table("level", "joins", "bandwidth", "point to point", "latency", "shared")
+    table = _table("level", "joins", "bandwidth", "point to point", "latency", "links")
     unit = "devices"
     for level in cluster.levels:
         transfer = level.transfer_bytes_per_s or level.bytes_per_s
@@ -94,10 +97,11 @@ def links_view(cluster: Cluster) -> RenderableType:
     title = Text(
         f"{cluster.name}: {cluster.devices} × {device.name}, {format_bytes(device.memory_bytes)} each", style="bold"
     )
-    lost = f", {cluster.fragmentation:g} of the rest lost between tensors" if cluster.fragmentation else ""
+    lost = f", {cluster.fragmentation:.0%} of the rest left to the allocator" if cluster.fragmentation else ""
     reserved = (
-        f"{format_bytes(cluster.reserved_bytes)} reserved a process{lost}, overlap slowdown "
-        f"{cluster.overlap_slowdown:g}, contention {cluster.compute_contention:g}"
+        f"memory: {format_bytes(cluster.reserved_bytes)} reserved a process{lost}\n"
+        f"slowdown: {cluster.overlap_slowdown:g} while computing and communicating at once, "
+        f"{cluster.compute_contention:g} while all devices compute"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
 
@@ -130,7 +134,7 @@ def profile_view(profile: ModelProfile) -> RenderableType:
             "–" if memory is None else format_bytes(memory.activation_bytes),
             "–" if memory is None else format_bytes(memory.transient_bytes),
         )
-    title = Text(f"{profile.name}: one sample more + whatever the number", style="bold")
+    title = Text(f"{profile.name}: time of each sample + fixed time", style="bold")
     return Group(title, table, Text(profile.source, style="dim"))
 
 
@@ -139,12 +143,12 @@ def _line(slope_s: float, fixed_s: float, least_s: float) -> str:
     return f"{line}, at least {format_seconds(least_s)}" if least_s > slope_s + fixed_s else line
 
 
-def _rate(flops_per_s: float) -> str:
-    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+def _tera(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.4g}"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+def _table(*columns: str, left: int = 2) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 2 else "right")
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
     return table

@@ -1,0 +1,70 @@
+"""Advice when nothing fits: each line is a command that works, at the speed that it says."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, cast
+
+import pytest
+
+import galvatron
+from galvatron.core.errors import Infeasible
+from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.options import Setup
+from galvatron.planner.plan.setup import request_for
+
+PRICED = re.compile(r"([0-9.e+]+) samples/s at batch (\d+) \((--.*)\)$")
+
+OLD = Setup(
+    memory="7GiB",
+    batch=32,
+    schedule="gpipe",
+    attention="eager",
+    max_micro_batches=2,
+    recompute=False,
+    fused_loss=False,
+    zero2=False,
+    sequence_parallel=False,
+    accumulation=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "setup", "options"),
+    [
+        ("bert-huge-48", "titan-rtx-8", OLD, {"--batch", "--recompute", "--sequence-length"}),
+        ("bert-huge-48", "titan-rtx-8", Setup(memory="4GiB", batch=32, space="dp"), {"--space"}),
+        (
+            "bert-large",
+            "rtx4090:1",
+            Setup(memory="6.5GiB", precision="fp32", batch=16, recompute=False),
+            {"--optimizer"},
+        ),
+    ],
+)
+def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, options: set[str]) -> None:
+    with pytest.raises(Infeasible) as caught:
+        make_plan(request_for(model, cluster, setup))
+    seen = set()
+    for line in caught.value.advice:
+        match = PRICED.search(line)
+        if match is None:
+            assert any(each in line for each in ("--lora", "more devices", "fits", "not tried")), line
+            continue
+        option, _, value = match[3].partition(" ")
+        seen.add(option)
+        name = option[2:].replace("-", "_")
+        given: object = True if not value else int(value) if value.isdigit() else value
+        plan = cast("Any", galvatron.plan)(model, cluster, **{**setup, name: given})
+        assert plan.batch == int(match[2])
+        assert f"{plan.throughput:.3g}" == match[1]
+    assert options <= seen, caught.value.advice
+
+
+def test_advice_is_quick_on_eight_devices() -> None:
+    started = time.process_time()
+    with pytest.raises(Infeasible) as caught:
+        galvatron.plan("llama2-70b", "a100-8")
+    assert time.process_time() - started < 2
+    assert "more devices" in str(caught.value.advice)
