@@ -209,7 +209,7 @@ def _one(name: str, program: str) -> dict[str, Any]:
         step, made = _stock(program, config, device)
     batches = _batches(case, config, device)
     losses, seconds = [], []
-    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)
     first_s = None
     for number in range(_WARM + _TIMED):
         if number == _WARM and cuda:
@@ -275,7 +275,7 @@ def _table(path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run")
     run.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert")

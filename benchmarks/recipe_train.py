@@ -39,11 +39,15 @@ def _run(name: str, steps: int, folder: Path) -> dict[str, Any]:
     if "lora" in case:
         options += ["--lora", str(case["lora"])]
     begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "galvatron", "train", str(model), *options, "--out", str(out)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = {"case": name, "options": options, "status": done.returncode, "seconds": time.perf_counter() - begin}
+    command = [sys.executable, "-m", "galvatron", "train", str(model), *options, "--out", str(out)]
+    log: list[tuple[float, str]] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.append((round(time.perf_counter() - begin, 2), line.rstrip()))
+            print(*log[-1], flush=True)
+    found = {"case": name, "options": options, "status": process.returncode, "seconds": time.perf_counter() - begin}
+    found["log"] = log
     report = out / "report.json"
     if report.exists():
         found["report"] = json.loads(report.read_text(encoding="utf-8"))
@@ -52,7 +56,6 @@ def _run(name: str, steps: int, folder: Path) -> dict[str, Any]:
         made = json.loads(plan.read_text(encoding="utf-8"))
         found["plan"] = {key: made[key] for key in ("batch", "micro_batches", "stages") if key in made}
     shutil.rmtree(out, ignore_errors=True)  # checkpoints are large
-    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
     return found
 
 

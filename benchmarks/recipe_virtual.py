@@ -12,9 +12,11 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,42 @@ def _program(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     return {**found, "iteration_s": iteration_s, "tokens_per_s": rate, "peak_gb": peak / 1e9}
 
 
+def _ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """``galvatron train`` of the plan that a profile of this machine gave for 64 samples, without profiling again."""
+    from galvatron.core.spec import Device, Level, Precision, Training
+    from galvatron.families import load_cluster
+    from galvatron.measure.models import load_any_model
+    from galvatron.planner.plan.by_hand import priced
+    from galvatron.planner.plan.planner import Request
+
+    whole = load_cluster("h200-8")
+    device: Device = replace(
+        whole.device, name="eighth", memory_bytes=parse_bytes(args.memory), compiles=True,
+        memory_bytes_per_s=whole.device.memory_bytes_per_s / 8, bf16_flops_per_s=70e12,
+    )  # fmt: skip
+    level: Level = replace(whole.levels[0], bytes_per_s=2e9, latency_s=50e-6)
+    cluster = replace(whole, name="virtual", device=device, levels=(level,), reserved_bytes=parse_bytes(args.reserved))
+    training = Training(precision=Precision.BF16, sequence_length=args.tokens, compile=True, dropout=False)
+    spec = load_any_model(MODELS[args.model], training)
+    stages = [["tp2", *["dp2"] * 5], ["dp2"] * 6, ["dp2"] * 5, ["tp2"]]
+    plan = priced(Request(model=spec, cluster=cluster, batch=64), stages, micro_batches=16)
+    plan.save(folder / "plan.json")
+    out = folder / "run"
+    command = ["train", str(folder / "plan.json"), "--virtual", "8", "--steps", "8", "--out", str(out)]
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "galvatron", *command], check=False, timeout=args.timeout * 3)
+    found = {"program": "ours", "status": done.returncode, "seconds": time.perf_counter() - begin}
+    report = out / "report.json"
+    if report.exists():
+        made = json.loads(report.read_text(encoding="utf-8"))
+        found |= {
+            "tokens_per_s": made["samples_per_s"] * args.tokens,
+            "iteration_s": made["measured_s"],
+            "report": made,
+        }
+    return found
+
+
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         _rank(json.loads(sys.argv[2]))
@@ -110,6 +148,7 @@ def main() -> None:
     )
     parser.add_argument("--batches", default="8,16,32,64,128")
     parser.add_argument("--timeout", type=float, default=120)
+    parser.add_argument("--ours", action="store_true", help="first the plan that our planner found here, by hand")
     parser.add_argument("--out", default="benchmarks/results/recipe_virtual.jsonl")
     args = parser.parse_args()
     import torch
@@ -117,6 +156,9 @@ def main() -> None:
     from galvatron.processes.virtual import virtual_gpus
 
     tensors = parse_bytes(args.memory) - parse_bytes(args.reserved)
+    if args.ours:
+        with tempfile.TemporaryDirectory() as name, Path(args.out).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_ours(args, Path(name))) + "\n")
     with virtual_gpus(args.devices if torch.cuda.is_available() else None):
         for recompute in (False, True):
             best = 0.0

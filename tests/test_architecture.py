@@ -34,10 +34,16 @@ def _modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(_modules()[name].read_text(encoding="utf-8"))
+
+
+@cache
 def _imports(name: str) -> set[str]:
     """Modules of the package that a module imports, wherever in its text: lazy and type-only imports count as well."""
     found = set()
-    for node in ast.walk(ast.parse(_modules()[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(name)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "galvatron":
             base = node.module.removeprefix("galvatron").removeprefix(".")
             for alias in node.names:
@@ -96,15 +102,15 @@ def test_planning_imports_no_torch(script: str) -> None:
 
 
 def test_the_planner_names_no_torch() -> None:
-    for name, path in _modules().items():
+    for name in _modules():
         if name.split(".")[0] in NO_TORCH:
-            heavy = {"torch", "transformers"} & _outside(path)
+            heavy = {"torch", "transformers"} & _outside(name)
             assert not heavy, f"{name} imports {heavy}"
 
 
-def _outside(path: Path) -> set[str]:
+def _outside(name: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(name)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
@@ -116,9 +122,9 @@ def test_functions_take_few_parameters() -> None:
     """At most six, but where a command line's options are declared."""
     many = [
         f"{name}.{node.name}"
-        for name, path in _modules().items()
+        for name in _modules()
         if name.split(".")[0] != "cli"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(_tree(name))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _parameters(node) > 6
     ]
     assert not many
@@ -132,8 +138,8 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_public_names_are_documented() -> None:
     """Every module, and every class and function that it exports, says what it is for."""
     silent = []
-    for name, path in _modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for name in _modules():
+        tree = _tree(name)
         exported = {
             text
             for node in tree.body
@@ -144,6 +150,12 @@ def test_public_names_are_documented() -> None:
         silent += [f"{name}.{node.name}" for node in nodes if node.name in exported and not ast.get_docstring(node)]
         silent += [] if ast.get_docstring(tree) else [name]
     assert not silent
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Folders of tests are no packages: of two files with one name mypy would check neither."""
+    files = [path.name for path in Path(__file__).parent.rglob("*.py")]
+    assert sorted(set(files)) == sorted(files)
 
 
 def test_no_file_is_long() -> None:

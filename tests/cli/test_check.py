@@ -54,7 +54,8 @@ def test_an_unknown_architecture(
     assert status == 0, err
     found = {each["strategy"]: each for each in json.loads(out)}
     data_parallel = {"DP", "SDP", "ZeRO-2", "SDP, recompute", "DP and SDP mixed", "PP2, 1F1B"}
-    assert set(found) == {*data_parallel, "TP", "TP, sequence parallel", "DP, SDP and TP mixed"}
+    tensor_parallel = {"TP", "TP, selective recompute", "TP, sequence parallel", "DP, SDP and TP mixed"}
+    assert set(found) == {*data_parallel, "SDP, selective recompute", *tensor_parallel}
     assert all(each["equal"] for each in found.values())
 
 

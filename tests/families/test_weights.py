@@ -55,6 +55,16 @@ def _whole(layered: LayeredModel, weights: Weights, order: list[int] | None = No
     return whole
 
 
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_threads_draw_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layered = _layered(name)
+    one_by_one = _whole(layered, InitialWeights(layered, 3))
+    monkeypatch.setattr("galvatron.families.weights._LARGE", 1)
+    side_by_side = _whole(layered, InitialWeights(layered, 3))
+    assert side_by_side.keys() == one_by_one.keys()
+    assert all(torch.equal(side_by_side[key], own) for key, own in one_by_one.items())
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_initial_weights_depend_on_seed_and_name_only(name: str) -> None:
     layered = _layered(name)

@@ -21,14 +21,14 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured and shown, in order; nothing really is."""
     seen: list[str] = []
 
-    def profile_cluster(devices: int | None, *, progress: Progress | None) -> Cluster:
+    def profile_cluster(devices: int | None, *, fresh: bool, progress: Progress | None) -> Cluster:
         assert progress is not None
-        seen.append(f"cluster of {devices}")
+        seen.append(f"cluster of {devices}" + " anew" * fresh)
         return load_cluster("cpu-4")
 
-    def profile_model(model: ModelSpec, cluster: Cluster, *, progress: Progress | None) -> ModelProfile:
+    def profile_model(model: ModelSpec, cluster: Cluster, *, fresh: bool, progress: Progress | None) -> ModelProfile:
         assert progress is not None
-        seen.append(f"{model.name} on {cluster.name}")
+        seen.append(f"{model.name} on {cluster.name}" + " anew" * fresh)
         return load_profile(_PROFILE)
 
     monkeypatch.setattr(auto, "profile_cluster", profile_cluster)
@@ -60,3 +60,12 @@ def test_layers_with_a_profile_are_not_measured(events: list[str]) -> None:
     request = auto.request_here("bert-huge-32", Setup(profile=_PROFILE), measuring=measuring)
     assert events == ["cluster of None"]
     assert request.profile == load_profile(_PROFILE)
+
+
+def test_both_are_measured_again_where_that_is_asked_for(events: list[str]) -> None:
+    @contextmanager
+    def measuring(what: str) -> Iterator[Progress]:
+        yield lambda done, total, now: None
+
+    auto.request_here("bert-huge-32", Setup(batch=8), measuring=measuring, fresh=True)
+    assert events == ["cluster of None anew", "bert-huge-32 on cpu-4 anew"]

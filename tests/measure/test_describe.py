@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from longer import longer
 from torch import Tensor, nn
 from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
@@ -19,7 +20,7 @@ from galvatron.measure.describe import describe
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _EXPERTS, _CHOSEN, _TOKENS = 16, 24, 4, 2, 4, 2, 8
 
 
-@pytest.mark.parametrize("precision", [*Precision])
+@pytest.mark.parametrize("precision", [Precision.BF16, longer(Precision.FP32)])
 def test_flops_of_experts_equal_a_count_by_hand(precision: Precision) -> None:
     config = MixtralConfig(
         vocab_size=64,
@@ -76,8 +77,14 @@ def test_a_model_that_looks_at_values_is_named() -> None:
         describe(_CountingModel(), {"ids": ids, "labels": ids})
 
 
-@pytest.mark.parametrize("attention", [Attention.FUSED, Attention.EAGER])
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *((kind, Attention.FUSED) for kind in ("bert", "gpt2", "llama")),
+        ("gpt2", Attention.EAGER),
+        *(longer(kind, Attention.EAGER) for kind in ("bert", "llama")),
+    ],
+)
 def test_description_is_the_zoos(kind: str, attention: Attention, tmp_path: Path) -> None:
     """For families that the zoo knows by arithmetic, measuring must find the same."""
     sizes = {"gpt2": {"n_layer": 2}, "bert": {"num_hidden_layers": 2}, "llama": {"num_hidden_layers": 2}}[kind]
@@ -95,6 +102,12 @@ def test_description_is_the_zoos(kind: str, attention: Attention, tmp_path: Path
         assert found.forward_flops == pytest.approx(known.forward_flops, rel=1e-9, abs=1e5)
         assert found.activation_bytes == pytest.approx(known.activation_bytes, rel=0.005, abs=10_000)
         assert known.transient_bytes <= found.transient_bytes < 4 * known.transient_bytes + 2 * known.boundary_bytes
+        for ours, theirs in ((found.selective, known.selective), (found.but_attention, known.but_attention)):
+            assert (ours is None) == (theirs is None), found.name
+            if ours is not None and theirs is not None:
+                assert ours.flops == pytest.approx(theirs.flops, rel=1e-9, abs=1e5)
+                kept = [own.split_bytes + own.replicated_bytes for own in (ours, theirs)]
+                assert kept[0] == pytest.approx(kept[1], rel=0.005)
         if kind == "llama":  # which has a plan in transformers
             assert found.tensor_parallel is not None
             assert known.tensor_parallel is not None

@@ -62,8 +62,10 @@ def watch(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[s
     return seen
 
 
-def kept_by_forward(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> int:
-    """On a rank: bytes that the first forward keeps for backward."""
+def kept_by_forward(
+    case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor], iterations: int = 1
+) -> int:
+    """On a rank: bytes that the last of so many forwards keeps for backward."""
     model = build(case, plan, folder)
     seen: list[int] = []
 
@@ -71,5 +73,6 @@ def kept_by_forward(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[
         seen.append(_live_bytes(model))
 
     _call_before(model, look, look)
-    model.forward_backward(batch)
-    return seen[1] - seen[0]
+    for _ in range(iterations):
+        model.forward_backward(batch)
+    return seen[-1] - seen[-2]

@@ -103,11 +103,21 @@ class Record:
 
 
 def batches(case: Case, steps: int | None = None) -> list[dict[str, Tensor]]:
-    """Random batches, the same in every process."""
+    """Random batches, the same in every process; drawn once for all plans of the same model."""
+    key = f"{steps} {case.key}"
+    if key not in _drawn:
+        _drawn[key] = _draw(case, steps or case.steps)
+    return [dict(batch) for batch in _drawn[key]]
+
+
+_drawn: dict[str, list[dict[str, Tensor]]] = {}
+
+
+def _draw(case: Case, steps: int) -> list[dict[str, Tensor]]:
     model = layered_model(build_meta(case.config, case.training))
     generator = torch.Generator().manual_seed(case.seed + 1)
     made = []
-    for _ in range(steps or case.steps):
+    for _ in range(steps):
         batch = model.example(case.batch, case.length, generator)
         if case.padding:
             _pad(case.config["model_type"], batch, generator)

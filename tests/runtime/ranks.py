@@ -37,12 +37,17 @@ __all__ = ["RankError", "Ranks", "ranks"]
 torch.set_num_threads(1)
 
 _LIMIT_S = 180
+_FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 _MODULES = (
     "galvatron.runtime.parallelize",
+    "galvatron.planner.plan.reading",
     "galvatron.train.checkpoints.checkpoints",
+    "pydantic.dataclasses",
+    "pydantic.type_adapter",
     "safetensors.torch",
     "torch._dynamo",
-    *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gpt2", "llama", "swin", "t5", "vit")),
+    *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
+    *(f"galvatron.families.{family}.{part}" for family in _FAMILIES for part in ("facts", "adapter")),
 )
 
 

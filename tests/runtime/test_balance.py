@@ -39,7 +39,7 @@ def _balanced(family: str, *stages: list[str], **options: Any) -> ExpertCase:
     ("family", "stages", "options"),
     [
         # Rows on four ranks, on two, on all alike; experts divided, replicated, split.
-        ("mixtral", [["dp4", "sdp4/ep4+rc", "dp2-tp2", "dp2-sdp2"]], {"micro_batches": 2, **_PADDED}),
+        longer("mixtral", [["dp4", "sdp4/ep4+rc", "dp2-tp2", "dp2-sdp2"]], {"micro_batches": 2, **_PADDED}),
         longer("qwen3_moe", [["tp4", "dp2-tp2/ep2-tp2", "dp4/dp2-ep2", "tp2-dp2"]], {"micro_batches": 1}),
         # A first stage without experts' scores of the last, and micro-batches of different balance.
         ("mixtral", [["dp2", "tp2"], ["sdp2/ep2+rc", "dp2"]], {"micro_batches": 4, **_PADDED}),

@@ -23,6 +23,7 @@ from galvatron.core.spec import Training
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime import compiled
 from galvatron.runtime.compiled import Compiler, compiler, why_not
+from galvatron.runtime.selective import Grade
 
 pytestmark = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
 
@@ -54,9 +55,15 @@ def _counted(
 @pytest.mark.parametrize(
     "case",
     [
-        _case("llama", ["tp2", "tp2", "tp2+rc", "sdp2", "sdp2+rc", "dp2"]),
-        _case("llama", ["single"] * 3, ["single+rc"] * 2, micro_batches=4),
+        _case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"]),
+        _case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2),
+        longer(_case("llama", ["tp2", "tp2+rs", "tp2+sp+rs", "sdp2+ra", "dp2"], num_key_value_heads=8)),
+        longer(_case("llama", ["tp2", "tp2", "tp2+rc", "sdp2", "sdp2+rc", "dp2"])),
+        longer(_case("llama", ["single"] * 3, ["single+rc"] * 2, micro_batches=4)),
         longer(_case("llama", ["tp2", "tp2+sp", "tp2+sp+rc", "tp2+sp"])),
+        longer(
+            _case("llama", ["single", "single+rs"], ["single+ra", "single"], micro_batches=4, num_key_value_heads=8)
+        ),
         longer(_case("bert", ["tp2"] * 4)),
         longer(_case("gpt2", ["tp2", "tp2", "dp2", "tp2"])),
         longer(_case("t5", ["tp2"] * 7)),
@@ -86,7 +93,7 @@ def _dropping(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[s
 def test_dropout_draws_the_same_again(strategy: str) -> None:
     """What is recomputed drops the same, and so do TP ranks where they compute the same."""
     found = []
-    for recompute in ("", "+rc"):
+    for recompute in ("", "+rc", "+rs"):
         case = _case("gpt2", [strategy, *[f"{strategy}{recompute}"] * 2, strategy], attn_pdrop=0.2, resid_pdrop=0.2)
         found += ranks(2).run(_dropping, case, plan_for(case), first_weights(case), batches(case))
     for losses in found[1:]:
@@ -96,14 +103,62 @@ def test_dropout_draws_the_same_again(strategy: str) -> None:
     assert whole[0] != pytest.approx(found[0], rel=1e-3)
 
 
+class _Gated(torch.nn.Module):
+    """A small feed-forward part with attention before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections, self.first, self.second = (torch.nn.Linear(16, size) for size in (48, 64, 16))
+        self.last = torch.nn.Linear(64, 16)
+
+    def forward(self, given: Tensor) -> Tensor:
+        query, key, value = (own.unflatten(-1, (2, 8)).transpose(1, 2) for own in self.projections(given).chunk(3, -1))
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = given + self.second(attended.transpose(1, 2).flatten(2)).tanh()
+        output: Tensor = self.last(torch.nn.functional.gelu(self.first(hidden)))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("grade", "kept"), [(Grade.PRODUCTS, 16 + 48 + 17 + 16 + 64), longer(Grade.ATTENTION, 16 + 17)]
+)
+def test_a_compiled_block_keeps_what_its_grade_says(grade: Grade, kept: int) -> None:
+    """In elements a token: input, projections, attention (with a sum for each of two heads, one in 8 of its elements
+    here), its output's projection, the first product of the feed-forward part; not the last."""
+    inductor.cpp.simdlen = 1
+    plain, given = _Gated(), torch.randn(2, 8, 16)
+    layer = _Block(deepcopy(plain))
+    assert Compiler().compile(layer, grade)
+    outcomes, seen = [], {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in held:
+            seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    held = {own.untyped_storage()._cdata for own in layer.parameters()}
+    for compute in (plain, lambda own: layer((own,), None)[0]):
+        tensor = given.clone().requires_grad_()
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda own: own):
+            output = compute(tensor)
+        output.pow(2).sum().backward()
+        outcomes.append((output.detach(), tensor.grad))
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert sum(seen.values()) / (2 * 8 * 4) == pytest.approx(kept, abs=2)
+
+
 class _Doubled(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 class _Block(Layer):
-    def __init__(self) -> None:
-        super().__init__("block", {"block": ("block", _Doubled(4, 4))})
+    block: torch.nn.Module
+
+    def __init__(self, block: torch.nn.Module | None = None) -> None:
+        super().__init__("block", {"block": ("block", block or _Doubled(4, 4))})
 
     def forward(self, activations: Activations, context: object) -> Activations:
         return (self.block(activations[0]),)

@@ -33,7 +33,7 @@ _CLIPPED = {"clip": 0.5}
     [
         # Four ranks with an expert each; two replicas of two halves, replicated and sharded.
         ("mixtral", [["dp4", "dp4/ep4", "dp4/dp2-ep2", "dp4"]], _CLIPPED),
-        ("mixtral", [["sdp4", "sdp4/ep4+rc", "sdp4/sdp2-ep2", "sdp4"]], _FP32),
+        longer("mixtral", [["sdp4", "sdp4/ep4+rc", "sdp4/sdp2-ep2", "sdp4"]], _FP32),
         longer("mixtral", [["dp4", "dp4/sdp2-ep2+rc", "dp4/ep2-sdp2+rc", "dp4"]], {}),
         longer("mixtral", [["dp4", "dp4", "dp4/ep4", "dp4"]], {}),
         # Beside TP: tokens divided among TP ranks, experts split by TP, or both kinds of layers next to each other.

@@ -40,7 +40,7 @@ def _between(values: list[float]) -> list[float]:
         longer("sdp2-tp2+rc", 0.25 + 0.25, 0.25 + 0.25, 0.25 + 0.25),
         # Parameters and gradients, no second copy of either.
         longer("dp4+rc", 1 + 1, 1 + 1, 1 + 1),
-        ("dp2-tp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
+        longer("dp2-tp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
         # Whole parameters from the first forward to the last backward beside the shard that the optimizer updates.
         ("dp4+zero2+rc", 1 + 0.25 + 0.25, 1 + 0.25 + 0.25, 0.25 + 0.25),
     ],
@@ -56,7 +56,7 @@ def test_parameters_and_gradients_in_fp32(strategy: str, between: float, forward
     ("strategy", "between", "end"),
     [
         # fp32 masters and gradients are sharded; a bf16 copy is gathered and let go.
-        ("sdp4+rc", 0.25 + 0.25, 0.25 + 0.25),
+        longer("sdp4+rc", 0.25 + 0.25, 0.25 + 0.25),
         # Masters and gradients in fp32, a working copy in bf16.
         longer("dp4+rc", 1 + 1 + 0.5, 1 + 1 + 0.5),
         # The working copy is whole until the iteration ends.
@@ -80,7 +80,8 @@ def test_sharded_stages_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "samples", "parts"), [longer("dp4", 1, 1), ("tp4", 4, 1), longer("tp4+sp", 4, 4), ("dp2-tp2+sp", 2, 2)]
+    ("strategy", "samples", "parts"),
+    [longer("dp4", 1, 1), longer("tp4", 4, 1), longer("tp4+sp", 4, 4), ("dp2-tp2+sp", 2, 2)],
 )
 def test_recompute_keeps_a_layers_input_and_no_more(strategy: str, samples: int, parts: int) -> None:
     """With sequence parallelism too, whose projections would keep parts of their inputs."""

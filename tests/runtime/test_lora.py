@@ -80,9 +80,9 @@ _LLAMA = config("llama", vocab_size=64)
 @pytest.mark.parametrize(
     "stages",
     [
-        [["dp2"] * 4],
-        [["sdp2"] * 4],
-        [["tp2"] * 4],
+        longer([["dp2"] * 4]),
+        longer([["sdp2"] * 4]),
+        longer([["tp2"] * 4]),
         [["single"] * 2, ["single"] * 2],
         [["dp2+zero2", "tp2+sp", "tp2+sp+rc", "sdp2+rc"]],
     ],
@@ -141,7 +141,7 @@ def _start(case: _Adapted, plan: galvatron.Plan, folders: list[Path], batch: dic
     return loss
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", longer("gpt2")])
 def test_peft_loads_ours_and_we_load_pefts(family: str, tmp_path: Path) -> None:
     """A folder of adapters goes in and comes out the same; merged, ``from_pretrained`` needs no peft."""
     stages = [["tp2", "sdp2", "tp2", "tp2"]]

@@ -165,7 +165,16 @@ _CAUGHT_BY = {
 }
 
 
-@pytest.mark.parametrize("check", _CHECKS)
+_LONG = {"split experts", "balanced experts", "few experts", "evaluation", "bf16", "recompute"}
+"""Checks of several seconds, with their mutants for the longer run only: without a mutant ``make test`` has the same in
+``test_experts``, ``test_balance``, ``test_training_loop``, ``test_bf16`` and ``test_dropout``."""
+_SHOWN = {"experts", "memory", "accumulation"}
+"""Without a mutant the same is in ``test_experts``, ``test_kept_memory`` and ``test_training_loop``."""
+_SHORT = {check: mutant for mutant, check in reversed(_CAUGHT_BY.items()) if check not in _LONG}
+"""The first mutant of each of the other checks."""
+
+
+@pytest.mark.parametrize("check", [longer(own) if own in _LONG | _SHOWN else own for own in _CHECKS])
 def test_without_a_mutant_nothing_is_wrong(check: str) -> None:
     assert _CHECKS[check](None) is None
 
@@ -175,6 +184,6 @@ def test_every_mutant_is_tried() -> None:
     assert set(_CAUGHT_BY.values()) == _CHECKS.keys()
 
 
-@pytest.mark.parametrize("mutant", [longer(own) if place % 2 else own for place, own in enumerate(_CAUGHT_BY)])
+@pytest.mark.parametrize("mutant", [own if own in _SHORT.values() else longer(own) for own in _CAUGHT_BY])
 def test_a_mutant_is_noticed(mutant: str) -> None:
     assert _CHECKS[_CAUGHT_BY[mutant]](mutant) is not None

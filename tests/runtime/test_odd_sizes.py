@@ -23,7 +23,7 @@ def _by_digits(stage: list[str], rows: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("stage", "lines_up"),
     [
-        (["tp6", "sdp6", "dp3-tp2+rc", "tp3-dp2+zero2"], [True, True, True]),
+        longer(["tp6", "sdp6", "dp3-tp2+rc", "tp3-dp2+zero2"], [True, True, True]),
         longer(["dp6", "dp2-tp3", "dp3-tp2", "tp3-sdp2"], [False, False, True]),
         longer(["sdp2-dp3", "tp2-sdp3+rc", "sdp6", "tp3-dp2"], [True, False, True]),
         (["tp2-dp3", "tp3-sdp2", "dp2-tp3", "sdp6"], [False, False, False]),
@@ -39,7 +39,7 @@ def test_six_devices(stage: list[str], lines_up: list[bool]) -> None:
     "stages",
     [
         [["dp3", "sdp3"], ["tp3+rc", "dp3+zero2"]],
-        [["tp2", "sdp2"], ["dp2"], ["tp2"]],
+        longer([["tp2", "sdp2"], ["dp2"], ["tp2"]]),
     ],
 )
 def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
@@ -49,7 +49,7 @@ def test_pipelines_of_six_devices(stages: list[list[str]]) -> None:
 @pytest.mark.parametrize(
     ("stages", "batch"),
     [
-        ([["dp2-tp2", "tp2-dp2", "tp4+sp", "sdp2-tp2"]], 4),
+        longer([["dp2-tp2", "tp2-dp2", "tp4+sp", "sdp2-tp2"]], 4),
         longer([["dp4-tp2", "tp2-dp4", "sdp2-tp4", "tp4-sdp2"]], 8),
         ([["tp2-dp2", "dp2-tp2"], ["dp2-tp2", "tp2-sdp2"]], 4),
     ],

@@ -19,9 +19,9 @@ _STRATEGIES = [
     for degree in _SPACE.pipeline_degrees(8)
     for strategy in _SPACE.strategies(8 // degree)
 ]  # fmt: skip
-_IN_FP32 = {(1, "sdp2-tp4"), (2, "tp2-dp2"), (4, "sdp2"), (8, "single")}
-"""One of each number of stages, and each kind in one of them."""
-_IN_FP64 = {(1, "tp4-sdp2"), (2, "sdp4"), (4, "tp2"), (8, "single")}
+_IN_FP32 = {(2, "tp2-dp2")}
+_IN_FP64 = {(8, "single")}
+"""What ``make test`` has by itself: that of eight stages, which no other plan here has."""
 
 
 def _case(degree: int, strategy: str, dtype: torch.dtype) -> Case:
@@ -45,13 +45,13 @@ def test_there_are_22() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_all_in_one_plan(degree: int) -> None:
-    """Every strategy of this many stages, layer after layer; the longer run has each by itself."""
+    """Every strategy of this many stages, each in one of them; the longer run has each by itself."""
     own = [strategy for stages, strategy in _STRATEGIES if stages == degree]
-    each = max(len(own), 2)
+    each = max(2, -(-len(own) // degree))
     case = replace(
         _case(degree, own[0], torch.float64),
         config=config("bert", num_hidden_layers=each * degree - 2),
-        stages=[[own[place % len(own)] for place in range(each)] for _ in range(degree)],
+        stages=[[own[(stage * each + place) % len(own)] for place in range(each)] for stage in range(degree)],
     )
     check(case)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from longer import longer
 from oracle import Case
 from parity import plan_for
 from ranks import ranks
@@ -66,13 +67,44 @@ def _changed(plan: galvatron.Plan, name: str, rank: int, change: str) -> str | N
     return None
 
 
-def _from_memory(plan: galvatron.Plan, content: dict[str, Any], other: str) -> str | None:
-    """What starting from a model in memory says if rank 2's is another."""
+def _from_memory(plan: galvatron.Plan, content: dict[str, Any], other: str) -> str | float:
+    """How far from rank 0's own model the ranks start if rank 2's is another; or what is said of it."""
     odd = torch.distributed.get_rank() == 2
     torch.manual_seed(1 if odd and other == "seed" else 0)
-    model: Any = GPT2LMHeadModel(GPT2Config(**content))  # type: ignore[no-untyped-call]
+    width = content["n_embd"] // (2 if odd and other == "size" else 1)
+    model: Any = GPT2LMHeadModel(GPT2Config(**{**content, "n_embd": width}))  # type: ignore[no-untyped-call]
+    if odd and other == "last row":  # as of an embedding that was enlarged
+        with torch.no_grad():
+            model.transformer.wte.weight[-1].fill_(3.0)
+    if odd and other == "frozen":
+        model.transformer.wpe.weight.requires_grad_(False)
+    torch.manual_seed(0)
+    expected: Any = GPT2LMHeadModel(GPT2Config(**content))  # type: ignore[no-untyped-call]
     try:
-        galvatron.parallelize(None if odd and other == "none" else model, plan, device="cpu")
+        made = galvatron.parallelize(None if odd and other == "none" else model, plan, device="cpu")
+    except Unequal as error:
+        return str(error)
+    own = dict(expected.named_parameters())
+    return max(float((own[name] - whole).abs().max()) for name, whole in made.whole_parameters())
+
+
+def _batches(plan: galvatron.Plan, change: str) -> str | None:
+    """What the first step says if rank 1 is given another batch."""
+    model = galvatron.parallelize(None, plan, device="cpu")
+    ids = torch.randint(60, (plan.batch, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    model.forward_backward(batch)
+    if torch.distributed.get_rank() == 1:
+        if change == "other":
+            ids = torch.randint(60, ids.shape, generator=torch.Generator().manual_seed(1))
+            batch = {"input_ids": ids, "labels": ids.clone()}
+        elif change == "one token":
+            batch["input_ids"][1, 3] += 1
+        elif change == "longer":
+            batch = {name: torch.cat([own, own], 1) for name, own in batch.items()}
+    model.compares_batches = True
+    try:
+        model.forward_backward(batch)
     except Unequal as error:
         return str(error)
     return None
@@ -84,9 +116,9 @@ def _from_memory(plan: galvatron.Plan, content: dict[str, Any], other: str) -> s
 @pytest.mark.parametrize(
     ("name", "rank", "change", "holders", "different"),
     [
-        (_NORM, 2, "scale", "ranks 0, 1, 2, 3", "rank 2"),
-        (_NORM, 0, "swap", "ranks 0, 1, 2, 3", "rank 0"),
-        (_NORM, 1, "lose", "ranks 0, 1, 2, 3", "rank 1"),
+        longer(_NORM, 2, "scale", "ranks 0, 1, 2, 3", "rank 2"),
+        longer(_NORM, 0, "swap", "ranks 0, 1, 2, 3", "rank 0"),
+        longer(_NORM, 1, "lose", "ranks 0, 1, 2, 3", "rank 1"),
         (_SPLIT, 3, "scale", "ranks 1, 3", "rank 3"),
         (_SHARDED, 2, "swap", "ranks 0, 2", "rank 2"),
     ],
@@ -108,12 +140,41 @@ def test_stages_are_compared_each_for_itself() -> None:
     assert "ranks 2, 3 hold the same part of transformer.ln_f.weight" in found
 
 
-@pytest.mark.parametrize(
-    ("other", "says"), [("seed", "torch.manual_seed"), ("none", "rank 2 from a seed; give all ranks"), ("same", None)]
-)
-def test_ranks_must_start_from_the_same_model(other: str, says: str | None) -> None:
+@pytest.mark.parametrize("other", ["seed", "last row", "same"])
+def test_ranks_start_from_the_model_of_rank_0(other: str) -> None:
     """Also where layers are sharded, so that no two ranks hold the same."""
     case = _case([["sdp4"] * 4])
-    found = ranks(4).run(_from_memory, plan_for(case), case.config, other)
-    assert len(set(found)) == 1
-    assert (found[0] is None) if says is None else says in found[0]
+    assert ranks(4).run(_from_memory, plan_for(case), case.config, other) == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ("none", "rank 2 from a seed; give all ranks"),
+        ("size", "trained on rank 2; build the same model on all ranks"),
+        ("frozen", "transformer.wpe.weight is [16, 32] in float32, trained on rank 0, [16, 32] in float32, frozen"),
+    ],
+)
+def test_ranks_that_were_given_other_models_are_refused(other: str, says: str) -> None:
+    case = _case([["sdp4"] * 4])
+    (found,) = set(ranks(4).run(_from_memory, plan_for(case), case.config, other))
+    assert says in found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("other", "ranks were given different batches: samples 0, 1, 2, 3"),
+        ("one token", "sample 1 of 'input_ids' on rank 1 differ"),
+        ("longer", "16] in int64 on rank 1; give every rank the same whole batch"),
+        ("same", None),
+    ],
+)
+@pytest.mark.parametrize("stages", [[["dp2"] * 4], [["tp2"] * 4]])
+def test_batches_that_differ_between_ranks_are_noticed(change: str, says: str | None, stages: list[list[str]]) -> None:
+    plan = plan_for(_case(stages))
+    (found,) = set(ranks(2).run(_batches, plan, change))
+    if change == "one token" and stages[0][0] == "dp2":
+        assert found is None, "nobody else reads that sample"
+    else:
+        assert (found is None) if says is None else says in found

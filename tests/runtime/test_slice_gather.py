@@ -140,7 +140,7 @@ def test_all_pairs_of_forms(devices: int) -> None:
     assert found == pytest.approx(_charged(devices, job))
 
 
-@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("devices", [4, longer(8)])
 def test_rows_that_are_only_sliced_send_nothing(devices: int) -> None:
     """Forward from coarser to finer rows, and backward of the other way round; all else moves something."""
     pairs = _pairs(_layouts(devices, devices))
@@ -149,7 +149,7 @@ def test_rows_that_are_only_sliced_send_nothing(devices: int) -> None:
         assert (outcome.backward_volume == 0) == (target.rows <= source.rows)
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(4, 2), (8, 2), (8, 4), (6, 2), (6, 3)])
+@pytest.mark.parametrize(("devices", "rows"), [(4, 2), longer(8, 2), longer(8, 4), (6, 2), longer(6, 3)])
 def test_too_few_rows_for_both_layouts(devices: int, rows: int) -> None:
     """Where the rows do not divide by the factors of both, a change gathers the source whole, and the planner charges
     that; layouts that contain each other need no more rows than they have parts."""
@@ -166,7 +166,9 @@ def test_too_few_rows_for_both_layouts(devices: int, rows: int) -> None:
             assert outcome.forward_volume == 0
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(4, 2), longer(4, 8), (6, 6), longer(6, 12), longer(8, 4), (8, 16)])
+@pytest.mark.parametrize(
+    ("devices", "rows"), [(4, 2), longer(4, 8), (6, 6), longer(6, 12), longer(8, 4), longer(8, 16)]
+)
 def test_each_change_of_a_stage_costs_what_it_would_alone(devices: int, rows: int) -> None:
     """Ten layers in random layouts: however mixed they are, each pair of neighbours sends what it is charged."""
     rng = random.Random(devices * rows)

@@ -37,10 +37,10 @@ def _model(kind: str, name: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("qwen3", "Qwen3ForCausalLM"),
+        longer("qwen3", "Qwen3ForCausalLM"),
         longer("mistral", "MistralForCausalLM"),
         longer("gemma3_text", "Gemma3ForCausalLM"),
-        ("olmo2", "Olmo2ForCausalLM"),
+        longer("olmo2", "Olmo2ForCausalLM"),
         longer("phi3", "Phi3ForCausalLM"),
         ("gpt_neox", "GPTNeoXForCausalLM"),
         longer("deepseek_v2", "DeepseekV2ForCausalLM"),
@@ -81,8 +81,8 @@ def _not_summed(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         ("qwen3", "Qwen3ForCausalLM", _without(PartialGradients)),
         longer("qwen3", "Qwen3ForCausalLM", _not_summed),
         ("qwen3_moe", "Qwen3MoeForCausalLM", _packed_as_plain),
-        ("qwen3_moe", "Qwen3MoeForCausalLM", _experts_enter_for_nothing),
-        ("deepseek_v2", "DeepseekV2ForCausalLM", _without(SharedKey)),
+        longer("qwen3_moe", "Qwen3MoeForCausalLM", _experts_enter_for_nothing),
+        longer("deepseek_v2", "DeepseekV2ForCausalLM", _without(SharedKey)),
         ("olmo2", "Olmo2ForCausalLM", _not_gathered),
     ],
 )

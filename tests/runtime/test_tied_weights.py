@@ -42,19 +42,19 @@ def test_the_stock_model_is_tied(family: str) -> None:
     [
         # Another split of the vocabulary
         ("gpt2", "tp4", "dp4"),
-        ("bert", "dp4", "tp4"),
+        longer("bert", "dp4", "tp4"),
         ("llama", "tp2-dp2", "dp2-tp2"),
         longer("gpt2", "tp4", "tp2-dp2"),
         longer("bert", "dp2-tp2", "tp4"),
         # The owner is sharded
         ("gpt2", "sdp4", "tp4"),
-        ("bert", "sdp2-tp2", "tp2-sdp2"),
+        longer("bert", "sdp2-tp2", "tp2-sdp2"),
         longer("llama", "dp2-sdp2", "dp4"),
-        ("gpt2", "dp4+zero2", "tp4+sp"),
+        longer("gpt2", "dp4+zero2", "tp4+sp"),
         ("bert", "tp2-dp2+zero2", "sdp4"),
         # The user is, or is recomputed
-        ("gpt2", "tp4", "sdp4+rc"),
-        ("bert", "dp4+rc", "dp4+zero2+rc"),
+        longer("gpt2", "tp4", "sdp4+rc"),
+        longer("bert", "dp4+rc", "dp4+zero2+rc"),
         ("llama", "sdp4+rc", "sdp4+rc"),
     ],
 )
@@ -76,7 +76,8 @@ def test_across_two_stages(owner: str, user: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last"), [("tp2-dp2", "sdp2-tp2"), ("sdp4", "tp4"), ("tp4", "dp2-sdp2"), ("dp2-tp2", "dp4+zero2")]
+    ("first", "last"),
+    [("tp2-dp2", "sdp2-tp2"), longer("sdp4", "tp4"), longer("tp4", "dp2-sdp2"), longer("dp2-tp2", "dp4+zero2")],
 )
 def test_across_stages_of_four(first: str, last: str) -> None:
     """Pieces of the two copies overlap without being the same; other stages lie between in the last case."""
@@ -92,7 +93,7 @@ def test_across_stages_with_one_between() -> None:
     [
         [["tp4", "sdp4", "dp4", "sdp4", "tp2-dp2", "dp4", "dp2-tp2"]],
         [["tp2", "sdp2", "dp2"], ["sdp2", "tp2", "dp2", "dp2"]],
-        [["single", "single"], ["single", "single"], ["single", "single"], ["single"]],
+        longer([["single", "single"], ["single", "single"], ["single", "single"], ["single"]]),
     ],
 )
 def test_three_users(stages: list[list[str]]) -> None:

@@ -121,7 +121,7 @@ def _built(plan: galvatron.Plan, check: bool | None) -> str:
 # In the parent
 
 
-@pytest.mark.parametrize("stages", [[_MIXED], _PIPELINE], ids=["mixed", "pipeline"])
+@pytest.mark.parametrize("stages", [[_MIXED], longer(_PIPELINE)])
 def test_passes_where_training_is_right(stages: list[list[str]]) -> None:
     assert ranks(4).run(_difference, _plan(stages)) == [None] * 4
 
@@ -142,7 +142,8 @@ def test_breaks_are_found_and_named_on_all_ranks(broken: str, strategies: list[s
     assert re.search(says, found[0])
 
 
-@pytest.mark.parametrize("mutant", ["dp averages instead of summing", longer("sdp averages instead of summing")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ["dp averages instead of summing", "sdp averages instead of summing"])
 def test_gradients_averaged_instead_of_summed_are_found(mutant: str) -> None:
     found = ranks(4).run(under, mutant, _difference, _plan([_MIXED]))
     assert found[0] is not None

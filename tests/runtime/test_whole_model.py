@@ -41,7 +41,7 @@ def _initial(plan: galvatron.Plan, seed: int) -> dict[str, Tensor]:
     return dict(model.whole_parameters())
 
 
-@pytest.mark.parametrize("family", [own if own in ("bert", "t5") else longer(own) for own in _PLANS])
+@pytest.mark.parametrize("family", [own if own == "bert" else longer(own) for own in _PLANS])
 def test_initial_weights_do_not_depend_on_the_plan(family: str) -> None:
     """Bit-equal on every rank under every plan, on one device or many; another seed gives others."""
     first: dict[str, Tensor] | None = None

@@ -40,7 +40,8 @@ _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     modelling = [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
-    plans = ["galvatron.plans.reading", "pydantic.main", "pydantic.type_adapter"]
+    modelling += [f"galvatron.families.{family}.{part}" for family in _FAMILIES for part in ("facts", "adapter")]
+    plans = ["galvatron.planner.plan.reading", "pydantic.dataclasses", "pydantic.type_adapter"]
     needed = ["galvatron.train.worker", "torch._dynamo", "safetensors.torch", *plans, *modelling]
     context.set_forkserver_preload(needed)
     return context

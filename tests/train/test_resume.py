@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from injecting import fail_at, stop_if_settled
 from jobs import Job, plan_of, run_to_end
+from longer import longer
 from oracle import Case, first_weights, stock_loss, stock_model
 from small_models import config
 
@@ -24,18 +24,15 @@ from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
 _CASE = Case(config=config("bert"), stages=[["single"] * 4], batch=8, dtype=torch.float32)
-_SETTINGS = Settings(steps=10, learning_rate=1e-3, seed=3, weights=str(first_weights(_CASE)), clip=0.5)
+_STEPS = 6
+_SETTINGS = Settings(steps=_STEPS, warmup=1, learning_rate=1e-3, seed=3, weights=str(first_weights(_CASE)), clip=0.5)
 _PLANS = {
     "mixed": plan_of(["dp4", "tp4", "dp2-tp2", "sdp4"]),
+    "two ranks": plan_of(["dp2", "tp2", "sdp2", "dp2+zero2"]),
     "tensor parallel": plan_of(["tp2", "tp2", "tp2", "tp2"]),
     "sharded": plan_of(["sdp4", "sdp4", "dp4", "dp4+zero2"]),
     "pipeline": plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2),
 }
-
-
-def _slow(*values: str) -> ParameterSet:
-    """More of the same, for the longer run."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +48,11 @@ def alone() -> list[float]:
     assert plan.model.config is not None
     data = open_data(None, plan.model.config, plan.model.training, seed=3)
     losses = []
-    for step, batch in zip(range(10), Loader(data.train, batch=8, seed=3), strict=False):
+    for step, batch in zip(range(_STEPS), Loader(data.train, batch=8, seed=3), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 9)) / 2)  # after a warm-up of one step
+            group["lr"] = 1e-3 * (
+                0.1 + 0.9 * (1 + math.cos(math.pi * step / (_STEPS - 1))) / 2
+            )  # after a warm-up of one step
         loss = stock_loss(model, batch)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -74,7 +73,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
     return run
 
 
-@pytest.mark.parametrize("name", [_slow("pipeline"), _slow("mixed"), _slow("tensor parallel"), _slow("sharded")])
+@pytest.mark.parametrize("name", ["two ranks", *(longer(name) for name in _PLANS if name != "two ranks")])
 def test_any_plan_gives_the_same_curve(name: str, whole: Callable[[str], Job], alone: list[float]) -> None:
     assert whole(name).losses() == pytest.approx(alone, abs=1e-4)
 
@@ -87,16 +86,16 @@ def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at:
     return run_to_end(path, then, _SETTINGS).losses()
 
 
-@pytest.mark.parametrize("name", [_slow("mixed"), "pipeline"])
+@pytest.mark.parametrize("name", ["two ranks", longer("mixed"), longer("pipeline")])
 def test_two_halves_are_the_whole_bit_for_bit(tmp_path: Path, name: str, whole: Callable[[str], Job]) -> None:
-    assert _interrupted(tmp_path, _PLANS[name], _PLANS[name], at=5) == whole(name).losses()
+    assert _interrupted(tmp_path, _PLANS[name], _PLANS[name], at=3) == whole(name).losses()
     assert _weights(tmp_path) == _weights(whole(name).folder.path)
 
 
 def _weights(path: Path) -> dict[str, SavedTensor]:
     """What is in the last checkpoint: all tensors with the digests of their blocks."""
     saved = complete(RunFolder(path).checkpoints)[-1]
-    assert saved.step == 10
+    assert saved.step == _STEPS
     return Manifest.read(saved.path).tensors
 
 
@@ -104,11 +103,11 @@ def _weights(path: Path) -> dict[str, SavedTensor]:
     ("first", "then"),
     [
         ("sharded", "pipeline"),
-        _slow("tensor parallel", "sharded"),
-        _slow("pipeline", "tensor parallel"),
-        _slow("sharded", "mixed"),
+        longer("tensor parallel", "sharded"),
+        longer("pipeline", "tensor parallel"),
+        longer("sharded", "mixed"),
     ],
 )
 def test_going_on_under_another_plan(tmp_path: Path, first: str, then: str, alone: list[float]) -> None:
     """With other numbers of processes too; what is read next is what one process would read."""
-    assert _interrupted(tmp_path, _PLANS[first], _PLANS[then], at=4) == pytest.approx(alone, abs=1e-5)
+    assert _interrupted(tmp_path, _PLANS[first], _PLANS[then], at=3) == pytest.approx(alone, abs=1e-5)

@@ -64,3 +64,13 @@ def test_other_decays() -> None:
     assert [learning_rate(step, linear) for step in (1, 5, 10)] == pytest.approx([0.9, 0.5, 0.0])
     constant = Settings(steps=10, learning_rate=0.5, warmup=0, decay=Decay.CONSTANT)
     assert {learning_rate(step, constant) for step in range(1, 11)} == {0.5}
+
+
+def test_epochs_become_steps_when_batch_and_samples_are_known() -> None:
+    assert Settings(epochs=2.0).with_steps(100, 8).steps == 25
+    assert Settings(epochs=0.5).with_steps(100, 8).steps == 7
+    assert Settings(epochs=1.0).with_steps(3, 8).steps == 1
+    assert Settings(epochs=1.0).with_steps(3, 8).epochs is None, "a run that goes on has its steps"
+    assert Settings(steps=9).with_steps(100, 8).steps == 9
+    with pytest.raises(InvalidInput, match="epochs: 0 given; expected more than 0"):
+        Settings(epochs=0)

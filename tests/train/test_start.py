@@ -18,7 +18,9 @@ from jobs import plan_of, run_to_end
 
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import Setup
+from galvatron.train import start
 from galvatron.train.checkpoints.folder import complete
+from galvatron.train.checkpoints.manifest import MANIFEST
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
@@ -180,23 +182,34 @@ def test_sigterm_stops_it_in_order_and_fewer_devices_go_on(tmp_path: Path, plan_
         (["bert-tiny", "--data", "no/such/file"], "no/such/file"),
         (["bert-tiny", "--data", "stories", "--tokenizer", "no/such/folder"], "no/such/folder"),
         (["bert-tiny", "--weights", "no/such/folder"], "no/such/folder"),
+        (["bert-tiny", "--weights", "empty"], "empty"),
+        (["bert-tiny", "--data", "text.txt"], "no tokenizer was given"),
+        (["bert-tiny", "--data", "text.txt", "--tokenizer", "bytes"], "has 10 tokens; one sample takes"),
+        (["gpt2-tiny", "--data", "chat.jsonl", "--tokenizer", "bytes"], "need the tokenizer of a chat model"),
+        (["gpt2-tiny", "--data", "bad.jsonl", "--tokenizer", "bytes"], "bad.jsonl"),
+        (["vit-tiny", "--data", "text.txt"], "expected a folder of class folders"),
         (["PLAN", "--decay", "sudden"], "decay: 'sudden'"),
         (["PLAN", "--steps", "0"], "steps: 0"),
         (["PLAN", "--timeout", "soon"], "timeout"),
         ([], "model: none given"),
     ],
 )
-def test_bad_input_is_said_before_any_process_starts(
+def test_bad_input_is_said_before_anything_is_measured_or_started(
     args: list[str], named: str, plan_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from galvatron.cli import main
     from galvatron.train import launch
 
-    def never(*_: object) -> None:
+    def never(*_: object, **__: object) -> None:
         raise AssertionError("it was launched")
 
     monkeypatch.setattr(launch, "launch", never)
+    monkeypatch.setattr(start, "request_here", never)
     monkeypatch.chdir(Path(plan_file).parent)
+    Path("empty").mkdir()
+    Path("text.txt").write_text("few words")
+    Path("bad.jsonl").write_text('{"text": "fine"}\nnot JSON\n')
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     monkeypatch.setattr(sys, "argv", ["galvatron", "train", *(plan_file if arg == "PLAN" else arg for arg in args)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -263,3 +276,45 @@ def test_with_a_device_less_it_plans_anew_and_goes_on(tmp_path: Path, plan_file:
     assert [line["step"] for line in lines] == [*range(1, 31)]
     whole = run_to_end(tmp_path / "whole", Plan.load(plan_file), Settings(steps=30))
     assert [line["loss"] for line in lines] == pytest.approx(whole.losses(), abs=1e-4)
+
+
+def test_a_finished_run_is_said_to_be_finished_at_once(
+    tmp_path: Path, plan_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from galvatron.cli import main
+
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(Plan.load(plan_file), Settings(steps=7))
+    saved = folder.checkpoints / "step-00000007"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).write_text("{}")
+    for wanted, finished in (((), True), (("--steps", "8"), False)):
+        monkeypatch.setattr(sys, "argv", ["galvatron", "train", "--resume", "--out", str(folder.path), *wanted])
+        if not finished:  # it goes on, to what is wrong with this checkpoint
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        assert "is finished: all 7 steps are done and saved" in " ".join(capsys.readouterr().out.split())
+
+
+def test_other_data_are_refused_before_a_resumed_run_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from galvatron.cli import main
+
+    run = run_to_end(tmp_path / "run", plan_of(["dp2"] * 4), Settings(steps=1))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was launched")
+
+    monkeypatch.setattr("galvatron.train.launch.launch", never)
+    options = ["--resume", "--out", str(run.folder.path), "--steps", "5", "--seed", "9"]
+    monkeypatch.setattr(sys, "argv", ["galvatron", "train", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "resume: the saved run read" in capsys.readouterr().err

@@ -35,6 +35,7 @@ def command(
 
     Under the plan, or under one of each kind of strategy. Ends with status 9 if any differs.
     """
+    opt.need_torch("check")
     from galvatron.train.check import check
 
     verdicts = check(source, devices)

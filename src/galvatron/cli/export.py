@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from galvatron.cli import options as opt
+
 __all__ = ["command"]
 
 
@@ -20,11 +22,12 @@ def command(
         bool, typer.Option("--adapters", help="Only the low-rank adapters, as peft writes them; else they are merged.")
     ] = False,
 ) -> None:
-    """Write config.json and safetensors that from_pretrained loads."""
+    """Write a folder that from_pretrained loads: config.json, safetensors, the run's tokenizer, generation settings."""
+    opt.need_torch("export")
     from galvatron.train.checkpoints.folder import find
 
     saved = find(Path(checkpoint))
     from galvatron.train.checkpoints.export import export
 
-    export(saved, out, adapters=adapters)
-    typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}")
+    missing = export(saved, out, adapters=adapters, companions=saved.path.parent.parent / "model-files")
+    typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}" + (f"; {missing}" if missing else ""))

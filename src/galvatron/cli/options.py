@@ -23,6 +23,7 @@ __all__ = [
     "ModelSource",
     "PrecisionKind",
     "Virtual",
+    "need_torch",
     "print_json",
     "show",
     "takes_setup",
@@ -87,6 +88,20 @@ def takes_setup(*leave_out: str) -> Callable[[Callable[..., None]], Callable[...
         return command
 
     return decorate
+
+
+def need_torch(what: str) -> None:
+    """Raise :class:`InvalidInput` where PyTorch and transformers are not installed; imports neither."""
+    from importlib.util import find_spec
+
+    from galvatron.core.errors import InvalidInput
+
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise InvalidInput(
+            f"galvatron {what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed; pip install 'galvatron[torch]'"
+        )
 
 
 def show(*views: RenderableType) -> None:

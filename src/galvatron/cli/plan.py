@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import Setup
 
 __all__ = ["command"]
@@ -18,6 +19,7 @@ def command(
     model: opt.ModelSource,
     cluster: opt.ClusterHere,
     setup: Setup,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever was measured before.")] = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -26,10 +28,13 @@ def command(
     from galvatron.planner.plan.setup import request_for
 
     if cluster == "auto":
+        opt.need_torch("plan --cluster auto")
         from galvatron.cli.progress import shown_progress
         from galvatron.measure.auto import request_here
 
-        request = request_here(model, setup, measuring=shown_progress)
+        request = request_here(model, setup, measuring=shown_progress, fresh=fresh)
+    elif fresh:
+        raise InvalidInput(f"--fresh: nothing is measured for --cluster {cluster}; leave one of the two out")
     else:
         from galvatron.measure.models import load_any_model
 

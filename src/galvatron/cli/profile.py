@@ -31,6 +31,7 @@ def cluster_command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure links, devices and how they get into each other's way; under torchrun, of all machines."""
+    opt.need_torch("profile")
     from galvatron.cli.progress import shown_progress
     from galvatron.core.files.clusters import dump_cluster
     from galvatron.measure.clusters import profile_cluster
@@ -69,6 +70,7 @@ def model_command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure each kind of layer of MODEL: time over batch sizes and TP degrees, and memory."""
+    opt.need_torch("profile")
     from dataclasses import asdict
 
     from galvatron.cli.progress import shown_progress

@@ -22,6 +22,7 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Run one rank's exact share of a plan on one device, without the others: its true peak memory and compute time."""
+    opt.need_torch("rehearse")
     from galvatron.measure.rehearsal.processes import first_ranks, rehearse
     from galvatron.planner.plan.plan import Plan
     from galvatron.processes.virtual import check_virtual, virtual_gpus

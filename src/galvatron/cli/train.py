@@ -31,9 +31,14 @@ def command(
     devices: Annotated[int | None, typer.Option(help="Processes (default: all GPUs, or all CPU cores).")] = None,
     virtual: opt.Virtual = None,
     cluster: Annotated[str, typer.Option("--cluster", "-c", help="auto: profile this machine.")] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever was measured before.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps in all (default 100).")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Text or images: a file or folder; 'stories'; 'synthetic' (default).")
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Evaluate on this file or folder (default: on held-out samples).")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder, 'bytes', or 'train'.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field or column with the text (default: text).")] = None,
@@ -50,6 +55,9 @@ def command(
     warmup: Annotated[int | None, typer.Option(help="Steps of warm-up (default: a tenth).")] = None,
     decay: Annotated[str | None, typer.Option(help="cosine (default), linear or constant.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices (default 0.01).")] = None,
+    label_smoothing: Annotated[
+        float | None, typer.Option(help="Share of each target that all words have (default 0).")
+    ] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm (default 1); 0: not clipped.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, dropout and order of samples (default 0).")] = None,
     workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
@@ -70,6 +78,7 @@ def command(
 
     Under torchrun (several machines) each process is one rank, and a plan must be given.
     """
+    opt.need_torch("train")
     from galvatron.cli.progress import shown_progress
     from galvatron.core.units import parse_seconds
     from galvatron.train.settings import Decay
@@ -77,7 +86,9 @@ def command(
 
     said: dict[str, Any] = {
         "steps": steps,
+        "epochs": epochs,
         "data": data,
+        "evaluation_data": eval_data,
         "tokenizer": tokenizer,
         "text_field": text_field,
         "pack": pack,
@@ -87,6 +98,7 @@ def command(
         "warmup": warmup,
         "decay": None if decay is None else _chosen(decay, [*Decay]),
         "weight_decay": weight_decay,
+        "label_smoothing": label_smoothing,
         "clip": clip,
         "seed": seed,
         "workers": workers,
@@ -99,6 +111,8 @@ def command(
         "tensorboard": tensorboard or None,
         "wandb": wandb,
     }
+    if steps is not None and epochs is not None:
+        raise InvalidInput("--steps and --epochs exclude each other; leave one of them out")
     if resume and from_scratch:
         raise InvalidInput("--resume and --from-scratch exclude each other; a resumed run has its weights")
     if not resume:
@@ -114,6 +128,7 @@ def command(
         devices=devices,
         virtual=virtual,
         cluster=cluster,
+        fresh=fresh,
         resume=resume,
         max_restarts=max_restarts,
         replan=replan,

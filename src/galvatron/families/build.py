@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,11 +29,17 @@ _LOG = logging.getLogger(__name__)
 
 def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A copy whose parameters have shapes only (of ``dtype``, if given); those that are shared stay shared."""
-    empty = {
-        id(own): nn.Parameter(torch.empty_like(own, device="meta", dtype=dtype), requires_grad=own.requires_grad)
+    copies: dict[int, Any] = {
+        id(own): nn.Parameter(
+            torch.empty_strided(own.shape, own.stride(), device="meta", dtype=dtype or own.dtype),
+            requires_grad=own.requires_grad,
+        )
         for own in model.parameters()
     }
-    return copy.deepcopy(model, empty)
+    # A module has a dozen dictionaries of hooks, nearly all of them empty: most of what a deep copy would spend.
+    for module in model.modules():
+        copies.update({id(own): OrderedDict() for own in vars(module).values() if type(own) is OrderedDict and not own})
+    return copy.deepcopy(model, copies)
 
 
 def build_meta(

@@ -36,6 +36,9 @@ def _alone(own: Tensor) -> Tensor:
 class CrossEntropy(nn.Module):
     """Sum over the targets of the negative log-probability, in fp32; ignored targets add nothing."""
 
+    smoothing: float = 0.0
+    """Share of each target that all words have in equal parts."""
+
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return functional.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -8,7 +8,9 @@ are in ``galvatron.families.saved``.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,7 +85,7 @@ class InitialWeights:
             for name, original in originals.items():
                 self._swap(name, original)
         for name, parameter in filled.items():
-            if parameter.isnan().any():
+            if parameter.sum().isnan():
                 raise InvalidInput(
                     f"{type(self._model).__name__} has no rule to initialise {name}; "
                     "start from weights: a model in memory or a checkpoint folder"
@@ -118,20 +120,53 @@ class InitialWeights:
                 reset()
 
 
+_LARGE = 1 << 20
+"""Elements from which on a parameter is filled by a thread of its own: PyTorch draws numbers with one."""
+_THREADS = 8
+
+
 class _SeededBy(TorchFunctionMode):
-    """Seeds before a parameter is filled in place, so that its values do not depend on what was drawn before."""
+    """Seeds before a parameter is filled in place, so that its values do not depend on what was drawn before.
+
+    Large ones are filled in threads beside each other, each with a generator of its own, which draws the same numbers.
+    """
 
     def __init__(self, seeds: Mapping[nn.Parameter, int]) -> None:
         super().__init__()
         self._seeds = {id(parameter): seed for parameter, seed in seeds.items()}
+        self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+        self._filling: dict[int, Future[None]] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         target = args[0] if args else kwargs.get("tensor")
+        for argument in (*args, *kwargs.values()):
+            self._wait(argument)
         if id(target) in self._seeds and name.endswith("_") and not name.endswith("__"):
-            torch.default_generator.manual_seed(self._seeds[id(target)])
+            seed = self._seeds[id(target)]
+            if name in ("normal_", "uniform_") and target.numel() >= _LARGE and kwargs.get("generator") is None:
+                own = {**kwargs, "generator": torch.Generator().manual_seed(seed)}
+                self._filling[id(target)] = self._pool.submit(_filled, function, args, own)
+                return target
+            torch.default_generator.manual_seed(seed)
         return function(*args, **kwargs)
+
+    def _wait(self, argument: object) -> None:
+        filling = self._filling.pop(id(argument), None)
+        if filling is not None:
+            filling.result()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._pool.shutdown()
+        for filling in self._filling.values():
+            filling.result()
+
+
+def _filled(function: Callable[..., object], args: Any, kwargs: Mapping[str, Any]) -> None:
+    with torch.no_grad():  # which is each thread's own
+        function(*args, **kwargs)
 
 
 def _hash(seed: int, name: str) -> int:

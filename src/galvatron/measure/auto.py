@@ -33,16 +33,18 @@ def request_here(
     *,
     devices: int | None = None,
     measuring: Callable[[str], AbstractContextManager[Progress | None]] = _unseen,
+    fresh: bool = False,
 ) -> Request:
     """What a user means by ``auto``: this machine's cluster, and the model's layers measured on it unless the setup has
     a profile of them. Both come from the cache where they were measured before.
 
     ``devices``: how many of the machine's; None: all. ``measuring``: shows what is measured, and how far it has come.
+    ``fresh``: nothing comes from the cache.
     """
     with measuring("devices and links") as progress:
-        cluster = profile_cluster(devices, progress=progress)
+        cluster = profile_cluster(devices, fresh=fresh, progress=progress)
     request = request_for(model, cluster, setup, load_any_model)
     if request.profile is not None or request.model.config is None:
         return request
     with measuring("layers") as progress:
-        return replace(request, profile=profile_model(request.model, cluster, progress=progress))
+        return replace(request, profile=profile_model(request.model, cluster, fresh=fresh, progress=progress))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import socket
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import galvatron
-from galvatron.measure.figures import Quality
+from galvatron.measure.figures import NOISY, Quality, quality_in
 
-__all__ = ["cached_file", "keep", "key_of", "provenance"]
+__all__ = ["cached_file", "keep", "key_of", "provenance", "warn_if_noisy"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def provenance(what: str, quality: Quality) -> str:
@@ -30,7 +33,18 @@ def provenance(what: str, quality: Quality) -> str:
     return f"{by} on {what}, {threads} thread(s) a process; {versions}; {quality}"
 
 
-_VERSION = 10
+def warn_if_noisy(source: str) -> None:
+    """Say that figures from the cache were measured on a busy machine; ``source``: their provenance."""
+    quality = quality_in(source)
+    if quality is not None and quality.spread > NOISY:
+        _LOG.warning(
+            "figures measured earlier are used again, from a time when the machine was busy with other things: %s; "
+            "measure again with --fresh",
+            quality,
+        )
+
+
+_VERSION = 12
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GALVATRON_VIRTUAL")

@@ -57,7 +57,9 @@ def profile_cluster(
     kept = cache.cached_file("cluster", cache.key_of(devices=devices, rounds=rounds))
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
-        return load_cluster(kept)
+        known = load_cluster(kept)
+        cache.warn_if_noisy(known.source)
+        return known
     findings = measured(ClusterJob(devices=devices, rounds=rounds), progress)
     assert isinstance(findings, ClusterFindings)
     cluster = cluster_of(findings)
@@ -112,7 +114,7 @@ def _link_line(points: Sequence[tuple[float, float]]) -> Line:
 
 def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading]) -> Device:
     facts = findings.device
-    bf16 = readings.get(DeviceProbe.BF16)
+    bf16, tf32 = readings.get(DeviceProbe.BF16), readings.get(DeviceProbe.TF32)
     return Device(
         name=facts.name,
         memory_bytes=facts.memory_bytes,
@@ -121,6 +123,7 @@ def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading])
         ),
         fp32_flops_per_s=_rate(facts.layer_flops, readings[DeviceProbe.FP32].seconds),
         bf16_flops_per_s=_rate(facts.layer_flops, bf16.seconds) if bf16 else None,
+        tf32_flops_per_s=_rate(facts.layer_flops, tf32.seconds) if tf32 else None,
         layer_overhead_s=_rounded(min(readings[DeviceProbe.OVERHEAD].seconds, 1.0)),
         compiles=findings.backend == "nccl",
     )

@@ -26,18 +26,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Experts, FusedLoss, LayerSpec, ModelSpec, Precision, TensorParallel, Training
+from galvatron.core.spec import Experts, FusedLoss, Kept, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
+from galvatron.families.generic.own_module import InputsFunction, OwnLoss, own_module
 from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
 from galvatron.measure.real_integers import RealIntegers
-from galvatron.measure.work import FUSED_FLOPS, Decided, Work, bytes_of, storage_of, tensors_in
+from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
+from galvatron.runtime.selective import Grade
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -45,22 +47,57 @@ from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 __all__ = ["describe"]
 
 _LOG = logging.getLogger(__name__)
+_LEAST_PRODUCTS = 2
+"""With fewer (a head) selective recompute would keep next to everything."""
 _RANKS = 2
 """Of the tensor-parallel group that a layer is split for."""
 
 
-def describe(model: nn.Module, batch: Batch, training: Training | None = None, *, name: str | None = None) -> ModelSpec:
-    """The model as the planner sees it, trained that way on samples like the first of ``batch``."""
+def describe(
+    model: nn.Module,
+    batch: Any,
+    training: Training | str | None = None,
+    *,
+    name: str | None = None,
+    loss: OwnLoss | None = None,
+    inputs: InputsFunction | None = None,
+) -> ModelSpec:
+    """The model as the planner sees it, trained that way on samples like the first of ``batch``.
+
+    ``batch``, ``loss`` and ``inputs``: as for :func:`galvatron.parallelize`. ``training``: how it is trained, or its
+    precision alone ("bf16"). The model may be on the meta device.
+    """
+    if isinstance(training, str):
+        if training not in [*Precision]:
+            raise InvalidInput(f"precision: {training!r} given; expected one of {', '.join(Precision)}")
+        training = Training(precision=Precision(training))
     training = Training() if training is None else training
-    return _Description(model, batch, training).spec(name or type(model).__name__)
+    model = _with_buffers(model)
+    own = own_module(model, batch, loss, inputs)
+    named = name or type(model).__name__
+    if own is None:
+        return _Description(model, batch, training, loss).spec(named)
+    return _Description(own.model, own.example, training, own.loss).spec(named)
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """A model on the meta device with values for its buffers, on which sizes and work do not depend."""
+    if not any(own.is_meta for own in model.buffers()):
+        return model
+    empty: nn.Module = without_weights(model)
+    for module in empty.modules():
+        for key, own in module.named_buffers(recurse=False):
+            if own.is_meta:
+                module._buffers[key] = torch.ones(own.shape, dtype=own.dtype)
+    return empty
 
 
 class _Description:
     """A model that is being described."""
 
-    def __init__(self, model: nn.Module, batch: Batch, training: Training) -> None:
-        self._model, self._batch, self._training = model, batch, training
-        self._dtype = torch.float32 if training.precision is Precision.FP32 else torch.bfloat16
+    def __init__(self, model: nn.Module, batch: Batch, training: Training, loss: OwnLoss | None) -> None:
+        self._model, self._batch, self._training, self._loss = model, batch, training, loss
+        self._dtype = torch.bfloat16 if training.precision is Precision.BF16 else torch.float32
         self._sample = {key: own.cpu() for key, own in batch.items()}
 
     def spec(self, name: str) -> ModelSpec:
@@ -91,12 +128,12 @@ class _Description:
         frozen = frozen_parts(self._model)
         if not frozen:
             return spec
-        as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch)
+        as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch, self._loss)
         return tuned(spec, as_given, replace(spec.training, freeze=frozen))
 
     def _layered(self) -> Generic:
         """With all parameters trained: what frozen ones leave out is taken out of the figures later."""
-        return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch)
+        return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch, self._loss)
 
     def _split(self, layered: Generic) -> dict[str, _Traced]:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""
@@ -159,6 +196,8 @@ class _Traced:
     """Bytes of the first of them, the hidden state."""
     experts: _Inside | None
     """Of these, what happens inside its experts."""
+    kept: dict[Grade, tuple[int, int]]
+    """By grade of recompute: bytes of the results it keeps, and operations that it does again."""
 
 
 @dataclass(slots=True)
@@ -191,8 +230,23 @@ def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorPara
         tensor_parallel=tensor,
     )
     return replace(
-        spec, experts=_experts(layer, spec, whole.experts, half.experts), fused_loss=_fused_loss(layer, whole)
+        spec,
+        experts=_experts(layer, spec, whole.experts, half.experts),
+        fused_loss=_fused_loss(layer, whole),
+        selective=_kept_facts(Grade.PRODUCTS, whole, half, tensor),
+        but_attention=_kept_facts(Grade.ATTENTION, whole, half, tensor),
     )
+
+
+def _kept_facts(grade: Grade, whole: _Traced, half: _Traced, tensor: TensorParallel | None) -> Kept | None:
+    """What is kept where all but some results are recomputed. With TP a block's reductions are kept as well, but for
+    the last of them, whose result only the next layer reads."""
+    if grade not in whole.kept:
+        return None
+    size, flops = whole.kept[grade]
+    split = 0 if tensor is None else _divided(size, half.kept.get(grade, (size, 0))[0])
+    sent = 0 if tensor is None or grade is Grade.PRODUCTS else max(tensor.forward_collectives - 1, 0) * whole.message
+    return Kept(split_bytes=split, replicated_bytes=size - split, sent_bytes=sent, flops=flops)
 
 
 def _fused_loss(layer: Layer, whole: _Traced) -> FusedLoss | None:
@@ -308,7 +362,20 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
         boundary=boundary,
         message=message,
         experts=inside,
+        kept=_kept(work, counter),
     )
+
+
+def _kept(work: Work, counter: FlopCounterMode) -> dict[Grade, tuple[int, int]]:
+    """What grades of recompute keep, where they keep anything and leave anything out."""
+    counts: dict[Any, int] = dict(counter.get_flop_counts().get("Global", {}))
+    # torch's counter does not know products of experts, which are kept.
+    again = {
+        Grade.PRODUCTS: again_flops(counts, Grade.PRODUCTS),
+        Grade.ATTENTION: again_flops(counts, Grade.ATTENTION) + work.flops - work.unneeded_flops,
+    }
+    least = {Grade.PRODUCTS: work.products >= _LEAST_PRODUCTS, Grade.ATTENTION: work.kept(Grade.ATTENTION) > 0}
+    return {grade: (work.kept(grade), again[grade]) for grade in Grade if least[grade]}
 
 
 def _sizes(activations: Activations) -> tuple[int, int]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["NOISY", "QUIET", "Block", "Line", "Quality", "Reading", "fit_line", "quality_of", "reading_of"]
+__all__ = [
+    "NOISY",
+    "QUIET",
+    "Block",
+    "Line",
+    "Quality",
+    "Reading",
+    "fit_line",
+    "quality_in",
+    "quality_of",
+    "reading_of",
+]
 
 NOISY = 0.25
 """Spread from which on people should be warned."""
@@ -51,6 +63,15 @@ class Quality:
             f"medians of {self.rounds} rounds, typical spread {self.spread:.0%}, even and odd rounds differ by "
             f"{self.repeatability:.0%}"
         )
+
+
+_QUALITY = re.compile(r"medians of (\d+) rounds, typical spread (\d+)%, even and odd rounds differ by (\d+)%")
+
+
+def quality_in(text: str) -> Quality | None:
+    """What a line that ends with a quality says, to whole percents."""
+    found = _QUALITY.search(text)
+    return None if found is None else Quality(int(found[1]), int(found[2]) / 100, int(found[3]) / 100)
 
 
 @dataclass(frozen=True, slots=True)

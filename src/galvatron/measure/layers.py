@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile
-from galvatron.core.spec import ADAMW, Cluster, LayerMemory, LayerTime, ModelProfile, ModelSpec
+from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerTime, ModelProfile, ModelSpec
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -38,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 _CLEARLY = 1.5
 """Factor from which on times are held to differ."""
 _LEAST_S = 1e-9
+_TOLD = 0.01
+"""Of a forward: smaller differences are noise."""
 
 
 def profile_model(
@@ -79,7 +81,9 @@ def profile_model(
     kept = cache.cached_file("model", key)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
-        return load_profile(kept)
+        known = load_profile(kept)
+        cache.warn_if_noisy(known.source)
+        return known
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)
     profile = profile_of(model, findings)
@@ -114,7 +118,12 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
         times=tuple(_time(variant, forward, backward) for variant in variants),
-        memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items()),
+        memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items() if not variant.grade),
+        grades=tuple(
+            _grade(variant, weighed, forward, backward)
+            for variant, weighed in findings.memory.items()
+            if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
+        ),
         source=provenance(findings.device, quality),
     )
 
@@ -159,7 +168,7 @@ def _line_and_least(points: Sequence[tuple[int, float]]) -> tuple[Line, float]:
 
 
 def _plain(variant: Variant) -> Variant:
-    return replace(variant, sharded=False, recompute=False)
+    return replace(variant, sharded=False, recompute=False, grade="")
 
 
 def _sharding_s(variant: Variant, seconds: dict[LayerProbe, float]) -> float:
@@ -181,6 +190,33 @@ def _recompute_s(variant: Variant, forward: dict[LayerProbe, float], backward: d
     ]
     return _typical(
         forward[re] + backward[re] - 2 * forward[plain] - backward[plain] for re, plain in pairs if plain in forward
+    )
+
+
+def _grade(
+    variant: Variant,
+    weighed: Sequence[LayerBytes],
+    forward: dict[LayerProbe, float],
+    backward: dict[LayerProbe, float],
+) -> LayerGrade:
+    """What both passes of a layer recomputed in part take more than its passes without: by samples, and besides."""
+    pairs = [(probe, replace(probe, variant=_plain(variant))) for probe in forward if probe.variant == variant]
+    more = [
+        (
+            probe.samples,
+            max(forward[probe] + backward[probe] - forward[plain] - backward[plain], _TOLD * forward[plain]),
+        )
+        for probe, plain in pairs
+        if plain in forward
+    ]
+    whole, _ = _line_and_least([(probe.samples, forward[plain]) for probe, plain in pairs if plain in forward])
+    line = fit_line(more)
+    return LayerGrade(
+        layer=variant.layer,
+        grade=variant.grade,
+        share=_rounded(min(max(line.slope, 0.0) / max(whole.slope, _LEAST_S), 100.0)),
+        fixed_s=_rounded(max(line.fixed, 0.0)),
+        activation_bytes=_memory(variant, weighed).activation_bytes,
     )
 
 

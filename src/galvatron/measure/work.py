@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from galvatron.families.generic.stubs import GROUPED
+from galvatron.runtime.selective import Grade, is_kept
 
-__all__ = ["FUSED_FLOPS", "Decided", "Work", "bytes_of", "storage_of", "tensors_in"]
+__all__ = ["FUSED_FLOPS", "Decided", "Work", "again_flops", "bytes_of", "storage_of", "tensors_in"]
 
 
 class Decided(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -36,12 +37,31 @@ class Work(TorchDispatchMode):
         self.largest = 0
         self._left_out = given | {storage_of(own) for own in parameters}
         self._saved: dict[int, Tensor] = {}
+        self._results: list[tuple[bool, int, int]] = []
+        """Of what selective recompute keeps, in order: whether it is attention's, its bytes, and its operations."""
+        self._needed = 0
+        """Of these, how many come before something that is saved."""
 
     @property
     def saved(self) -> int:
         return sum(own.untyped_storage().nbytes() for own in self._saved.values())
 
+    def kept(self, grade: Grade) -> int:
+        """Bytes of the results that this grade of recompute keeps."""
+        return sum(size for attends, size, _ in self._results[: self._needed] if attends or grade is Grade.PRODUCTS)
+
+    @property
+    def unneeded_flops(self) -> int:
+        """Operations of the products behind all that is saved, which recompute does not come to."""
+        return sum(flops for _, _, flops in self._results[self._needed :])
+
+    @property
+    def products(self) -> int:
+        """How many results selective recompute keeps."""
+        return self._needed
+
     def pack(self, tensor: Tensor) -> Tensor:
+        self._needed = len(self._results)
         if storage_of(tensor) not in self._left_out:
             self._saved.setdefault(storage_of(tensor), tensor)
         return tensor
@@ -52,6 +72,10 @@ class Work(TorchDispatchMode):
         new = [own for own in tensors_in(made) if storage_of(own) not in taken]
         if new:
             inputs = [own for place, own in taken.items() if place not in self._left_out]
+            if is_kept(function, Grade.PRODUCTS):
+                attends = is_kept(function, Grade.ATTENTION)
+                flops = 0 if attends else _product_flops(new, args)
+                self._results.append((attends, sum(map(bytes_of, new)), flops))
             self.largest = max(self.largest, sum(bytes_of(own) for own in (*new, *inputs) if own.is_floating_point()))
         return made
 
@@ -59,6 +83,12 @@ class Work(TorchDispatchMode):
         """Each row times the matrix of its expert: torch has neither shapes for all types nor counts for it."""
         self.flops += 2 * rows.numel() * weights.shape[-1]
         return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
+
+
+def _product_flops(made: list[Tensor], args: Any) -> int:
+    """Of a product of rows and a matrix, after a bias or not."""
+    rows = next(own for own in reversed(args[:-1]) if isinstance(own, Tensor) and own.ndim > 1)
+    return 2 * sum(own.numel() for own in made) * rows.shape[-1]
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -82,6 +112,15 @@ def _attention_flops(
     """Of the fused kernel on CPUs, which torch's counter does not know: two products, half of each if causal."""
     *heads, queries, width = query
     return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
+
+
+def again_flops(by_operation: dict[Any, int], grade: Grade) -> int:
+    """Of the operations that torch's counter found, those that this grade of recompute does again."""
+    return sum(
+        count
+        for packet, count in by_operation.items()
+        if not any(is_kept(getattr(packet, name), grade) for name in packet.overloads())
+    )
 
 
 FUSED_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}

@@ -80,7 +80,12 @@ EXPERTS_3 = Rule(
     "Experts have no TP of their own beside sequence parallelism, under which TP ranks hold different tokens.",
     forbids=lambda strategy: strategy.sequence_parallel and bool(strategy.experts and strategy.expert_factors(Kind.TP)),
 )
-EXPERT_RULES = (EXPERTS_1, EXPERTS_2, EXPERTS_3)
+EXPERTS_4 = Rule(
+    "experts-4",
+    "Experts have no axes of their own in a layer that keeps some results or keeps them on the host.",
+    forbids=lambda strategy: strategy.graded and bool(strategy.experts),
+)
+EXPERT_RULES = (EXPERTS_1, EXPERTS_2, EXPERTS_3, EXPERTS_4)
 """How the axes of experts are pruned; they hold in every space."""
 
 
@@ -126,8 +131,11 @@ EXTENDED = Switches(**{switch.name: switch.default for switch in SWITCHES})
 
 
 def default_switches(cluster: Cluster) -> Switches:
-    """What is searched where nobody says: some extensions only where islands differ in speed."""
+    """What is searched where nobody says: some extensions only where islands differ in speed, offload only where the
+    link to the host is known."""
     off = [switch.name for switch in SWITCHES if switch.uneven_links_only and not cluster.has_uneven_links]
+    if not cluster.device.offloads:
+        off.append("offload")
     return replace(EXTENDED, **dict.fromkeys(off, False))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,10 @@ from galvatron.runtime.layout.groups import (
     tie_group,
 )
 from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
-from galvatron.runtime.pipeline.stage import Stage, StageLayer
+from galvatron.runtime.offload import HostMemory
+from galvatron.runtime.pipeline.stage import Saving, Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
+from galvatron.runtime.selective import Selective, grade_of
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 from galvatron.runtime.tied.in_stage import SplitRowsOf, attach_tied, resplit
@@ -126,7 +128,7 @@ class _Assembler:
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
         randomness = self._randomness(index, layer, strategy)
         tensor = self._tensor_group(strategy, randomness)
-        stage_layer = StageLayer(layer, randomness, recompute=strategy.recompute)
+        stage_layer = StageLayer(layer, randomness, self._saving(strategy))
         splits, partial = self._split(layer, strategy, tensor, shared)
         if strategy.fused_loss:
             fuse(layer, tensor, compiled=self.settings.compile)
@@ -138,9 +140,24 @@ class _Assembler:
         self._attach_tied(part)
         self._fill(part)
         self._make_units(part)
-        if self.settings.compile and not sums_rows(self.layered):
-            compiler().compile(layer)
+        # What breaks a graph would be kept whole between its parts.
+        broken = layer.experts is not None or (randomness is not None and tensor is not None)
+        compiles = self.settings.compile and not sums_rows(self.layered)
+        if compiles and not (broken and grade_of(strategy)) and compiler().compile(layer, grade_of(strategy)):
+            stage_layer.saving.selective = None
         return stage_layer
+
+    def _saving(self, strategy: Strategy) -> Saving:
+        grade = grade_of(strategy)
+        return Saving(
+            recompute=strategy.recompute,
+            selective=None if grade is None else Selective(grade),
+            host=self._host if strategy.offload else None,
+        )
+
+    @cached_property
+    def _host(self) -> HostMemory:
+        return HostMemory(self.settings.device)
 
     def _sum_rows(self, last: Layer, strategy: Strategy) -> None:
         group = self.pool.group(rows_group(self.position, strategy)) if sums_rows(self.layered) else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.same_batches import BatchFigures, figures_of
 from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
@@ -38,12 +39,20 @@ class MicroBatch:
 class LocalBatch:
     """This rank's part of one batch."""
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], targets: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        targets: int,
+        shapes: dict[str, tuple[int, ...]],
+        figures: BatchFigures | None = None,
+    ) -> None:
         self.micro_batches = micro_batches
         self.targets = targets
         """Of the whole batch."""
         self.shapes = shapes
         """Of one sample of each input."""
+        self.figures = figures
+        """By which the whole batch is compared with that of other ranks, where it is to be."""
 
 
 class Reader:
@@ -64,8 +73,8 @@ class Reader:
         self._layered, self._needs, self._assignments, self._index = layered, needs, assignments, index
         self._micro_batches, self._device, self._dtype = micro_batches, settings.device, settings.dtype
 
-    def local(self, batch: Batch) -> LocalBatch:
-        """This rank's part of a whole batch; all ranks are given the same one."""
+    def local(self, batch: Batch, *, compared: bool = False) -> LocalBatch:
+        """This rank's part of a whole batch; all ranks are given the same one. ``compared``: see whether they were."""
         expected = self._assignments.rows * self._micro_batches
         batch = self._layered.by_rows(batch)
         for name, tensor in batch.items():
@@ -82,7 +91,8 @@ class Reader:
             )
         parts = [self._part(batch, number) for number in range(self._micro_batches)]
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in batch.items()}
-        return LocalBatch(parts, self._layered.targets(batch), shapes)
+        figures = figures_of(batch, self.rows_read()) if compared else None
+        return LocalBatch(parts, self._layered.targets(batch), shapes, figures)
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""

@@ -6,18 +6,23 @@ between layers stay outside, and a collective inside is one node of the graph.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from galvatron.families.layer import Layer
+from galvatron.runtime.selective import Grade, mark
 
 __all__ = ["Compiler", "compiler", "compiles", "why_not"]
 
@@ -36,28 +41,35 @@ class Compiler:
         """Spent on making them."""
         self.failures: list[str] = []
         """Why some computation is not compiled and runs as it is."""
+        self._backends: dict[Grade | None, Callable[..., Any]] = {None: partial(self._graph, None)}
+        """PyTorch compiles a function anew for another object in this place, so each is made once."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_FUNCTION)
 
-    def compile(self, layer: Layer) -> None:
-        """Compile the layer's computation, when it is first run."""
+    def compile(self, layer: Layer, grade: Grade | None = None) -> bool:
+        """Compile the layer's computation, when it is first run, so that it keeps for backward what the grade says;
+        without one, what the compiler likes. Returns whether there is anything to compile."""
         block = layer.block if "block" in layer._modules else None
-        if isinstance(block, nn.Module):
-            block.compile(backend=self._graph)
+        if not isinstance(block, nn.Module):
+            return False
+        block.compile(backend=self._backends.setdefault(grade, partial(self._graph, grade)))
+        return True
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, compiled when it is first run."""
-        return torch.compile(function, backend=self._graph)
+        return torch.compile(function, backend=self._backends[None])
 
-    def _graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _graph(self, grade: Grade | None, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Inductor, or the graph as it is where that fails."""
         from torch._functorch import config as functorch
+        from torch._inductor import config as inductor
         from torch._inductor.compile_fx import compile_fx
 
         begin = time.perf_counter()
         self.graphs += 1
         try:
             # Backward at once, so that what fails there fails here.
-            with functorch.patch(force_non_lazy_backward_lowering=True):
+            marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=_marks(grade))
+            with _first_alone(graph, inputs), functorch.patch(force_non_lazy_backward_lowering=True), marks:
                 made: Any = compile_fx(graph, inputs)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -68,6 +80,35 @@ class Compiler:
         self.seconds += time.perf_counter() - begin
         compiled: Callable[..., Any] = made
         return compiled
+
+
+@contextmanager
+def _first_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Of the ranks of a machine that come with the same graph one compiles it; the others wait, and then find what it
+    left in PyTorch's cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    described = [graph.code, *(f"{own.dtype} {own.shape}" if isinstance(own, Tensor) else str(own) for own in inputs)]
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"galvatron-{digest[:32]}.lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
+
+
+def _marks(grade: Grade) -> Any:
+    """A pass over graphs, with its part in the key under which they are kept on disk."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Marks(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            mark(graph, grade)
+
+        def uuid(self) -> str:
+            return f"galvatron-{grade}-1"
+
+    return Marks()
 
 
 @cache

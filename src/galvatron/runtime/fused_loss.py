@@ -22,7 +22,7 @@ from galvatron.runtime import collectives
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.split import TensorGroup
-from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy
+from galvatron.runtime.tensor_parallel.vocabulary import Smoothing, SplitCrossEntropy, smoothed_target
 
 __all__ = ["fuse"]
 
@@ -34,15 +34,16 @@ def fuse(layer: Layer, tensor: TensorGroup | None, *, compiled: bool) -> None:
     """Let a head whose parts may be split already compute its loss in chunks."""
     assert layer.projection is not None
     projection, loss = layer.get_submodule(layer.projection), layer.loss
+    assert isinstance(loss, SplitCrossEntropy | CrossEntropy)
     split = isinstance(loss, SplitCrossEntropy)
-    assert split or isinstance(loss, CrossEntropy)
     deferred = _Deferred(projection, tensor if split else None)
     layer.replace_module(layer.projection, deferred)
-    chunk: _Chunk = _whole
+    smoothing = loss.smoothing.share if isinstance(loss, SplitCrossEntropy) else loss.smoothing
+    chunk: _Chunk = partial(_whole, smoothing=smoothing)
     if isinstance(loss, SplitCrossEntropy):
-        chunk = partial(_split, words=loss.words, group=loss.group)
+        chunk = partial(_split, words=loss.words, group=loss.group, smoothing=loss.smoothing)
     elif compiled:
-        chunk = compiler().function(_compiled)
+        chunk = partial(compiler().function(_compiled), smoothing=smoothing)
     layer.replace_module("loss", _ChunkedLoss(deferred, chunk))
 
 
@@ -118,29 +119,42 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return *found, None, None
 
 
-def _whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _whole(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """The loss of some tokens, and its gradient by their logits, whose memory it uses."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     counted = (labels != IGNORED).unsqueeze(-1)
     local = labels.unsqueeze(-1).clamp(min=0)
     norm = torch.logsumexp(wide, -1, keepdim=True)
-    losses = ((norm - wide.gather(-1, local)) * counted).sum()
-    shares = wide.sub_(norm).exp_().mul_(counted)
-    shares.scatter_add_(-1, local, -counted.to(shares.dtype))
+    losses = ((norm - _target(wide, wide.gather(-1, local), smoothing)) * counted).sum()
+    shares = wide.sub_(norm).exp_()
+    if smoothing:
+        shares -= smoothing / logits.shape[-1]
+    shares.mul_(counted)
+    shares.scatter_add_(-1, local, counted.to(shares.dtype) * (smoothing - 1))
     return losses, shares.to(logits.dtype)
 
 
-def _compiled(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _target(wide: Tensor, own: Tensor, smoothing: float) -> Tensor:
+    """What a target takes of its logits: of its own word's, and where labels are smoothed of all."""
+    return (1 - smoothing) * own + smoothing * wide.mean(-1, keepdim=True) if smoothing else own
+
+
+def _compiled(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """The same as a compiler likes it: nothing in place, one pass over the words."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     counted = (labels != IGNORED).unsqueeze(-1)
     norm = torch.logsumexp(wide, -1, keepdim=True)
-    losses = ((norm - wide.gather(-1, labels.unsqueeze(-1).clamp(min=0))) * counted).sum()
-    target = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
-    return losses, (((wide - norm).exp() - target.to(wide.dtype)) * counted).to(logits.dtype)
+    own = wide.gather(-1, labels.unsqueeze(-1).clamp(min=0))
+    losses = ((norm - _target(wide, own, smoothing)) * counted).sum()
+    target = (torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)).to(wide.dtype)
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / logits.shape[-1]
+    return losses, (((wide - norm).exp() - target) * counted).to(logits.dtype)
 
 
-def _split(logits: Tensor, labels: Tensor, words: range, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _split(
+    logits: Tensor, labels: Tensor, words: range, group: ProcessGroup, smoothing: Smoothing
+) -> tuple[Tensor, Tensor]:
     """The same of logits that are split by vocabulary; a rank may have none."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     counted = labels != IGNORED
@@ -150,12 +164,15 @@ def _split(logits: Tensor, labels: Tensor, words: range, group: ProcessGroup) ->
     highest = collectives.maximum(highest, group)
     shifted = wide.sub_(highest.unsqueeze(-1))
     target = shifted.gather(-1, local).squeeze(-1) * mine if len(words) else torch.zeros_like(highest)
+    target = smoothed_target(shifted, target, smoothing)
     shares = shifted.exp_()
     sums = collectives.all_reduce(torch.stack([shares.sum(-1), target]), group)
     losses = ((sums[0].log() - sums[1]) * counted).sum()
     shares.mul_((counted / sums[0]).unsqueeze(-1))
+    if smoothing.share:
+        shares -= smoothing.each * counted.to(shares.dtype).unsqueeze(-1)
     if len(words):
-        shares.scatter_add_(-1, local, -mine.to(shares.dtype).unsqueeze(-1))
+        shares.scatter_add_(-1, local, mine.to(shares.dtype).unsqueeze(-1) * (smoothing.share - 1))
     return losses, shares.to(logits.dtype)
 
 

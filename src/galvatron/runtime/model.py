@@ -21,13 +21,24 @@ from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
+from galvatron.runtime.products import products
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
+from galvatron.runtime.same_batches import compare_batches, compared_here
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
 
 __all__ = ["ParallelModel", "PendingLoss"]
+
+
+def _as_it_is(batch: Any) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(
+            f"batch: a {type(batch).__name__} given; expected a dictionary of tensors, or give parallelize one of your "
+            "batches as example="
+        )
+    return batch
 
 
 class PendingLoss:
@@ -87,12 +98,16 @@ class ParallelModel:
     def __init__(self, plan: Plan, parts: RankParts, settings: ComputeSettings) -> None:
         self.plan = plan
         self.device = settings.device
-        self._dtype = settings.master_dtype
+        self._dtype, self._tf32 = settings.master_dtype, settings.tf32
         self._pipeline, self._units, self._reader = parts.pipeline, parts.units, parts.reader
         self._exchanges, self._loss_replicas, self._shapes = parts.exchanges, parts.loss_replicas, parts.shapes
         self.buffers = parts.buffers
         """What checkpoints hold besides parameters."""
         self._seed, self._iteration = settings.seed, 0
+        self.named_batch: Callable[[Any], Batch] = _as_it_is
+        """A batch in the user's own form as named tensors."""
+        self.compares_batches = compared_here()
+        """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
 
     @property
     def rank(self) -> int:
@@ -172,28 +187,31 @@ class ParallelModel:
 
     # Training
 
-    def local_batches(self, batches: Iterable[Batch]) -> Iterator[LocalBatch]:
+    def local_batches(self, batches: Iterable[Any]) -> Iterator[LocalBatch]:
         """This rank's part of each batch; every rank must be given the same batches."""
         for batch in batches:
-            yield self._reader.local(batch)
+            yield self._local(batch)
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, the rows of a whole batch that this rank reads; others may hold anything."""
         return self._reader.rows_read()
 
-    def forward_backward(self, batch: Batch | LocalBatch) -> PendingLoss:
+    def forward_backward(self, batch: Any) -> PendingLoss:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
         it late (after the optimizer's step), because that waits for all stages.
 
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """
-        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        local = self._local(batch)
+        if self.compares_batches and local.figures is not None:
+            compare_batches(local.figures, self.device)
+            self.compares_batches = False
         self._check_frozen()
         earlier = self._set_aside()
         for unit in self._units:
             unit.refresh()
             unit.begin()
-        with restored(self.device):
+        with restored(self.device), products(tf32=self._tf32):
             loss = self._pipeline.run(local, self._iteration)
         for unit in self._units:
             unit.finish()
@@ -205,6 +223,11 @@ class ParallelModel:
             parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
         self._iteration += 1
         return self._mean(loss)
+
+    def _local(self, batch: Any) -> LocalBatch:
+        if isinstance(batch, LocalBatch):
+            return batch
+        return self._reader.local(self.named_batch(batch), compared=self.compares_batches)
 
     @contextmanager
     def timed(self) -> Iterator[PassTimer]:
@@ -232,14 +255,15 @@ class ParallelModel:
             local.master.grad = None
         return earlier
 
-    def evaluate(self, batch: Batch | LocalBatch) -> PendingLoss:
+    def evaluate(self, batch: Any) -> PendingLoss:
         """The mean loss without gradients and without dropout."""
-        local = batch if isinstance(batch, LocalBatch) else self._reader.local(batch)
+        local = self._local(batch)
         for unit in self._units:
             unit.refresh()
         self._pipeline.stage.eval()
         try:
-            loss = self._pipeline.evaluate(local, self._iteration)
+            with products(tf32=self._tf32):
+                loss = self._pipeline.evaluate(local, self._iteration)
         finally:
             self._pipeline.stage.train()
             for unit in self._units:

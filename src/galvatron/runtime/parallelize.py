@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta, without_weights
-from galvatron.families.generic.adapter import Generic, LossFunction
+from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
-from galvatron.families.layer import Batch, LayeredModel
+from galvatron.families.generic.own_module import InputsFunction, check_sum, own_module
+from galvatron.families.layer import LayeredModel
 from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
+from galvatron.families.smoothing import smooth_labels
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
@@ -31,7 +33,8 @@ from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_world
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.model import ParallelModel
-from galvatron.runtime.replicas import check_sources
+from galvatron.runtime.products import check_tf32, tf32_of
+from galvatron.runtime.same_start import start_alike
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
 
@@ -39,6 +42,10 @@ __all__ = ["ParallelizeOptions", "parallelize"]
 
 _LOG = logging.getLogger(__name__)
 
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp64": torch.float64, "float64": torch.float64,
+}  # fmt: skip
 Model = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
 
 
@@ -52,12 +59,17 @@ class ParallelizeOptions(TypedDict, total=False):
     """For a plan with low-rank adapters: a folder, as peft writes it, of adapters to start from."""
     device: torch.device | str | None
     seed: int
-    dtype: torch.dtype | None
-    """Compute in this instead of the plan's precision."""
-    example: Batch | None
-    """For models of unknown family: what they take (see :func:`galvatron.families.registry.layered_model`)."""
-    loss: LossFunction | None
-    """For models of unknown family: the loss, summed over the targets."""
+    dtype: torch.dtype | str | None
+    """Compute in this ("bf16", "fp32", "fp64") instead of the plan's precision."""
+    example: Any
+    """For models of unknown family and modules of your own: a batch, in any form (a dictionary, a tuple, nested)."""
+    loss: Callable[[Any, Any], Tensor] | None
+    """In place of the cross-entropy of logits and labels: of the model's output and the batch, summed over the targets.
+    It is divided by the number of labels that count, or of samples where a batch has no ``labels``."""
+    inputs: InputsFunction | None
+    """From a batch to what the model is called with: keywords, arguments, or one."""
+    label_smoothing: float
+    """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
     """First compare loss and gradients of a tiny copy under the plan with the stock model's own (see
     :mod:`galvatron.runtime.verify`), which takes seconds; None: only for models of unknown family."""
@@ -66,9 +78,8 @@ class ParallelizeOptions(TypedDict, total=False):
 def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions]) -> ParallelModel:
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
-    ``model``: a stock Hugging Face model (its weights are used, unless it is on the meta device), a ``PeftModel`` with
-    LoRA adapters, a configuration, or
-    None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
+    ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the meta device), a
+    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
     :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
     together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
     """
@@ -82,6 +93,17 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     example, loss, seed = options.get("example"), options.get("loss"), options.get("seed", 0)
     if isinstance(model, nn.Module):
         model = without_peft(model)
+    start_alike(
+        model if options.get("weights") is None and _has_values(model) else None,
+        _place(options.get("device")),
+        seeded=options.get("weights") is None,
+    )
+    own = own_module(model, example, loss, options.get("inputs")) if isinstance(model, nn.Module) else None
+    if own is not None:
+        model, example, loss = own.model, own.example, own.loss
+        check_sum(own)
+    elif options.get("inputs") is not None:
+        raise InvalidInput("inputs: given without a model in memory; give parallelize the module that they are for")
     stock = _stock(model, plan)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
@@ -95,6 +117,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss)
     check_model(plan, layered)
+    smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
         adapters = options.get("adapters")
@@ -106,24 +129,43 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
-    check_sources(source, settings.device)
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:
         given = model if isinstance(model, nn.Module) and plain is None else stock
         verify(given, plan, device=settings.device, example=example, loss=loss)
     cap_memory(settings.device, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
-    return build(plan, layered, settings, source)
+    made = build(plan, layered, settings, source)
+    if own is not None:
+        made.named_batch = own.named
+    return made
 
 
-def _settings(plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, seed: int) -> ComputeSettings:
+def _place(device: torch.device | str | None) -> torch.device:
+    return own_device() if device is None else torch.device(device)
+
+
+def _has_values(model: Model) -> TypeGuard[nn.Module]:
+    return isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters())
+
+
+def _settings(
+    plan: Plan, device: torch.device | str | None, dtype: torch.dtype | str | None, seed: int
+) -> ComputeSettings:
+    if isinstance(dtype, str):
+        if dtype not in _DTYPES:
+            raise InvalidInput(f"dtype: {dtype!r} given; expected one of {', '.join(_DTYPES)}, or a torch.dtype")
+        dtype = _DTYPES[dtype]
     planned = torch.bfloat16 if plan.model.training.precision is Precision.BF16 else torch.float32
-    place = own_device() if device is None else torch.device(device)
+    place = _place(device)
+    if dtype is None:
+        check_tf32(plan.model.training.precision, place)
     return ComputeSettings(
         device=place,
         dtype=dtype or planned,
         master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         seed=seed,
         compile=compiles(plan.model.training.compile, place),
+        tf32=tf32_of(plan.model.training.precision) if dtype is None else None,
     )
 
 
@@ -133,6 +175,12 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
             check_frozen(model, plan.model.training)
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
         return empty
+    if isinstance(model, nn.Module) and not type(model).__module__.startswith("transformers."):
+        name = next(name for name, buffer in model.named_buffers() if buffer.is_meta)
+        raise InvalidInput(
+            f"{type(model).__name__}: its buffer {name} has no values (meta device), and nobody else knows them; build "
+            "the model outside of torch.device('meta'), or move its parameters alone there"
+        )
     config: Any = plan.model.config if model is None else getattr(model, "config", model)
     if config is None:
         raise InvalidInput(
@@ -147,6 +195,6 @@ def _weights(layered: LayeredModel, model: Model, source: str | Path | Weights |
         return SavedWeights(layered, Path(source))
     if source is not None:
         return source
-    if isinstance(model, nn.Module) and not any(parameter.is_meta for parameter in model.parameters()):
+    if _has_values(model):
         return ModelWeights(layered, model)
     return InitialWeights(layered, seed)

@@ -1,5 +1,5 @@
-"""Ranks that hold the same part of a parameter must hold the same numbers: a fault of a device, or ranks that started
-from different weights, would else train on without a word.
+"""Ranks that hold the same part of a parameter must hold the same numbers: a fault of a device would else train on
+without a word.
 
 Each part is told by two numbers in fp64: its norm, and the sum of its elements with fixed signs, which changes by about
 the norm of any difference. Ranks exchange these alone.
@@ -15,18 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron.core.errors import Unequal
-from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.runtime import collectives
 from galvatron.runtime.data_parallel.units import LocalParameter
 
-__all__ = ["check_sources", "compare_replicas"]
+__all__ = ["compare_replicas", "named_ranks"]
 
 _TOLERANCE = 1e-3
 """Of the norm. Ranks of TP compute a gradient that they share each for itself, so replicas may drift by rounding."""
 _CHUNK = 1 << 20
 """Elements at a time, so that fp64 copies take little memory."""
-_SAMPLE = 1 << 12
-"""Elements of each parameter of a model in memory by which it is known."""
 
 
 @torch.no_grad()
@@ -64,44 +61,11 @@ def _raise(found: list[tuple[str, tuple[int, ...], list[int]]], device: torch.de
     names = {name for name, _, _ in differences}
     more = f" (and {len(names) - 1} other parameters)" if len(names) > 1 else ""
     raise Unequal(
-        f"replicas: {_ranks(holders)} hold the same part of {name}{more}, but {_ranks(ranks)} no longer "
+        f"replicas: {named_ranks(holders)} hold the same part of {name}{more}, but {named_ranks(ranks)} no longer "
         f"{'has' if len(ranks) == 1 else 'have'} the values of the others; the weights are wrong since some step after "
         "the last comparison: go on from a checkpoint before that, and if the same rank differs again, replace its "
         "device"
     )
-
-
-@torch.no_grad()
-def check_sources(source: Weights, device: torch.device) -> None:
-    """Ranks that start from models in memory must start from the same one. Call it on all ranks, whatever theirs is."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return
-    mine: dict[str, tuple[float, float]] | None = None
-    if isinstance(source, ModelWeights):
-        signs = _signs(torch.device("cpu"))
-        mine = {}
-        for name, own in source.parameters():
-            total, norm = _figures(name, own.flatten()[:_SAMPLE].cpu(), signs).tolist()
-            mine[name] = total, norm
-    given = collectives.all_gather_object((mine, isinstance(source, InitialWeights)), device)
-    holding = [rank for rank, (figures, _) in enumerate(given) if figures is not None]
-    seeded = [rank for rank, (_, initial) in enumerate(given) if initial]
-    if holding and seeded:
-        raise Unequal(
-            f"weights: {_ranks(holding)} start from a model in memory, {_ranks(seeded)} from a seed; give all ranks "
-            "the model with its weights, or none"
-        )
-    if not holding:
-        return
-    for name in given[holding[0]][0]:
-        figures = torch.tensor([given[rank][0].get(name, (torch.nan, torch.nan)) for rank in holding])
-        different = [holding[index] for index in _different(figures)]
-        if different:
-            raise Unequal(
-                f"weights: the models in memory that ranks start from are not the same: {name} on {_ranks(different)} "
-                "has other values than on the others; seed all ranks alike (torch.manual_seed before the model is "
-                "built) or load the same weights on all"
-            )
 
 
 def _different(figures: Tensor) -> list[int]:
@@ -138,6 +102,7 @@ def _stack(figures: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(figures) if figures else torch.zeros((0, 2), dtype=torch.float64, device=device)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """For errors."""
     shown = ", ".join(map(str, ranks[:8])) + (f" … ({len(ranks)} in all)" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -11,7 +11,7 @@ __all__ = ["ComputeSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings:
-    """Device, types and seed of a rank."""
+    """Device, types and seed of a rank, and how its products and blocks are computed."""
 
     device: torch.device
     dtype: torch.dtype
@@ -22,6 +22,8 @@ class ComputeSettings:
     """Of random numbers."""
     compile: bool = False
     """Whether the blocks' computation is compiled."""
+    tf32: bool | None = None
+    """Whether matrix products of fp32 tensors are computed in TF32; None: as the process has it."""
 
     def held_dtype(self, *, trained: bool) -> torch.dtype:
         """Of what a rank holds of a parameter: nothing is added to a frozen one, so that it needs no wider master."""

@@ -99,6 +99,9 @@ def unpriced(facts: ModelFacts, stages: Sequence[Sequence[str]]) -> Plan:
         space=SpaceFacts(
             name="full",
             recompute=True,
+            selective_recompute=True,
+            recompute_but_attention=True,
+            offload=True,
             sequence_parallel=True,
             zero2=True,
             hybrid_sharding=True,

@@ -192,11 +192,13 @@ def _examples(devices: int, layers: Sequence[LayerSpec], split: Sequence[bool]) 
     if devices == 1:
         yield "one process", [["single"] * count]
         yield "one process, recompute", [["single+rc"] * count]
+        yield "one process, selective recompute", [list(islice(cycle(["single+rs", "single+ra"]), count))]
         return
     yield "DP", [[f"dp{devices}"] * count]
     yield "SDP", [[f"sdp{devices}"] * count]
     yield "ZeRO-2", [[f"dp{devices}+zero2"] * count]
     yield "SDP, recompute", [[f"sdp{devices}+rc"] * count]
+    yield "SDP, selective recompute", [list(islice(cycle([f"sdp{devices}+rs", f"sdp{devices}+ra"]), count))]
     mixture = [f"sdp{devices}", f"dp{devices}", f"sdp{devices}+rc", f"dp{devices}+zero2"]
     halves = devices // 2
     if devices % 2 == 0 and halves > 1:
@@ -232,6 +234,7 @@ def _with_tensor_parallelism(
 
     tensor = f"dp{outer}tp{degree}" if outer else f"tp{degree}"
     yield "TP", [stage(tensor)]
+    yield "TP, selective recompute", [stage(f"{tensor}+rs", f"{tensor}+ra")]
     sequence = [layer.allows_sequence_parallel(degree) for layer in layers]
     if any(sequence):
         flags = ["+sp" if can_divide and can else "" for can_divide, can in zip(sequence, split, strict=True)]

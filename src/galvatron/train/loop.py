@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,11 +24,14 @@ from galvatron.train.data.dataset import Dataset, evaluation_batches
 from galvatron.train.data.loader import Loader
 from galvatron.train.meters import IterationTimes, PeakMemory, used_bytes
 from galvatron.train.metrics import Sink, Throughput
+from galvatron.train.phases import Phases
 from galvatron.train.progress import Display
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings, learning_rate
 
 __all__ = ["Loop", "Outcome"]
+
+_FIRST = "first step, in which memory is allocated and blocks are compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Loop:
     display: Display | None
     """Of rank 0."""
     device_name: str
+    phases: Phases
     step: int = 0
     """The last one done."""
 
@@ -69,12 +74,15 @@ class Loop:
         losses: list[float] = []
         first = self.step
         stopped = False
+        began, before = time.monotonic(), sum(self.phases.seconds.values())
         for step in range(first + 1, self.settings.steps + 1):
             last = step == self.settings.steps
             saves = last or self._due(self.settings.save_every, step)
-            evaluates = self.held_out is not None and self._due(self.settings.evaluate_every, step)
+            due = last if self.settings.evaluate_every is None else self._due(self.settings.evaluate_every, step)
+            evaluates = self.held_out is not None and due
             traced = self.settings.trace_step == step
-            with self.times.step(plain=not traced), self._traced(step) if traced else nullcontext():
+            first_one = self.phases.phase("first step", _FIRST) if step == first + 1 else nullcontext()
+            with first_one, self.times.step(plain=not traced), self._traced(step) if traced else nullcontext():
                 self.agreement.ask(self.stop.made)
                 figures = self._iteration(step)
                 stopped = self.agreement.answer() and not last
@@ -82,7 +90,8 @@ class Loop:
             losses.append(figures["loss"])
             self.memory.step_done(step - first)
             if evaluates:
-                figures["evaluation_loss"] = self._evaluate(step)
+                with self.phases.phase("evaluation"):
+                    figures["evaluation_loss"] = self._evaluate(step)
                 self.memory.phase_done("evaluating")
             self._show(step, figures)
             if step == first + 1:
@@ -91,11 +100,14 @@ class Loop:
                 self._compare_replicas(step)
                 self.memory.phase_done("comparing")
             if saves or stopped:
-                self._save(step, wait=last or stopped)
+                with self.phases.phase("saving", "saving a checkpoint"):
+                    self._save(step, wait=last or stopped)
                 self.memory.phase_done("saving")
             if stopped:
                 break
-        self.checkpoints.finish()
+        with self.phases.phase("saving", "saving a checkpoint"):
+            self.checkpoints.finish()
+        self.phases.add("steps", time.monotonic() - began - sum(self.phases.seconds.values()) + before)
         return Outcome(self.step, stopped, tuple(losses))
 
     @staticmethod
@@ -111,6 +123,7 @@ class Loop:
         rate = learning_rate(step, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.model.compares_batches |= self._due(self.settings.compare_every or None, step)
         loss = self.model.forward_backward(batch)
         clip = self.settings.clip
         norm = self.model.gradient_norm() if clip is None else self.model.clip_gradients(clip)
@@ -182,6 +195,8 @@ class Loop:
         for sink in self.sinks:
             sink.write(step, figures)
         self.display.step(step, figures)
+        if "evaluation_loss" in figures:
+            self.display.evaluated(step, figures["evaluation_loss"])
 
     def _say_compiled(self) -> None:
         made = compiler()

@@ -17,21 +17,22 @@ from galvatron.train.settings import Settings
 __all__ = ["MetricsFile", "Sink", "Throughput", "check_sinks", "open_sinks", "peak_flops_per_s", "read_metrics"]
 
 _PEAKS = {
-    "H200": (67e12, 989e12),
-    "H100": (67e12, 989e12),
-    "A100": (19.5e12, 312e12),
-    "L4": (30.3e12, 121e12),
-    "RTX 4090": (82.6e12, 165e12),
-    "TITAN RTX": (16.3e12, 16.3e12),
+    "H200": (67e12, 494e12, 989e12),
+    "H100": (67e12, 494e12, 989e12),
+    "A100": (19.5e12, 156e12, 312e12),
+    "L4": (30.3e12, 60e12, 121e12),
+    "RTX 4090": (82.6e12, 82.6e12, 165e12),
+    "RTX 3090": (35.6e12, 35.6e12, 71e12),
+    "TITAN RTX": (16.3e12, 16.3e12, 16.3e12),
 }
-"""Dense peaks in fp32 (without TF32) and bf16 from the makers' data sheets, by a part of the device's name."""
+"""Dense peaks in fp32, with TF32 products and in bf16 from the makers' data sheets, by a part of the device's name."""
 
 
 def peak_flops_per_s(device_name: str, precision: Precision) -> float | None:
     """A device's peak, where its name is known."""
-    for name, (fp32, bf16) in _PEAKS.items():
+    for name, peaks in _PEAKS.items():
         if name in device_name:
-            return fp32 if precision is Precision.FP32 else bf16
+            return peaks[(Precision.FP32, Precision.TF32, Precision.BF16).index(precision)]
     return None
 
 

@@ -11,10 +11,15 @@ from rich.text import Text
 
 from galvatron.core.units import format_bytes, format_seconds
 
-__all__ = ["Display"]
+__all__ = ["Display", "say"]
 
 _LINES = 20
 """Of a whole run, where output is no terminal."""
+
+
+def say(text: str) -> None:
+    """One line, before there is anything else to show."""
+    Console(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 class Display:
@@ -47,6 +52,9 @@ class Display:
             done = step - self._first
             left = (time.monotonic() - self._started) / done * (self._steps - step)
             self.say(f"step {step}/{self._steps}  {text}  left {format_seconds(left)}")
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.say(f"step {step}/{self._steps}  evaluation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich import box
@@ -15,7 +15,7 @@ from galvatron.core.units import format_bytes, format_seconds
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import PlannedStage
 
-__all__ = ["RankTimes", "Report", "report_view"]
+__all__ = ["RankTimes", "Report", "phases_line", "report_view"]
 
 _WORTH_SAYING = 0.02
 """Parts of the difference below this share of the iteration are not listed."""
@@ -61,6 +61,8 @@ class Report:
     """Median of the iterations that neither saved nor evaluated."""
     samples_per_s: float
     stages: tuple[StageReport, ...]
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the run, from the command to its end."""
 
     @classmethod
     def of(
@@ -145,7 +147,13 @@ def report_view(plan: Plan, report: Report) -> RenderableType:
             memory,
         )
     lines = [Text(f"the difference: {line}", style="dim") for line in explanation(report)]
-    return Group(title, table, *lines)
+    return Group(title, table, *lines, Text(phases_line(report.phases), style="dim"))
+
+
+def phases_line(phases: Mapping[str, float]) -> str:
+    """Where the run's time went."""
+    parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in phases.items())
+    return f"{format_seconds(sum(phases.values()))} in all: {parts}"
 
 
 def _pair(predicted_s: float, measured_s: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,11 @@ class RunFolder:
         return self.path / "data"
 
     @property
+    def companions(self) -> Path:
+        """Tokenizer and generation settings of what the run started from."""
+        return self.path / "model-files"
+
+    @property
     def failure_file(self) -> Path:
         """What stopped the run, where something did."""
         return self.path / "failure.json"
@@ -77,6 +84,7 @@ class RunFolder:
     def forget_endings(self) -> None:
         """Those of earlier starts."""
         self.failure_file.unlink(missing_ok=True)
+        self.start_file.unlink(missing_ok=True)
         self.outcome_file.unlink(missing_ok=True)
 
     def load(self) -> tuple[Plan, Settings]:
@@ -97,6 +105,23 @@ class RunFolder:
     def outcome_file(self) -> Path:
         """How the last start of the run ended, where it ended in order."""
         return self.path / "outcome.json"
+
+    @property
+    def start_file(self) -> Path:
+        """When the processes were started, and how long what came before took."""
+        return self.path / "start.json"
+
+    def write_start(self, phases: Mapping[str, float]) -> None:
+        content = {"at": time.time(), "phases": dict(phases)}
+        self.start_file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def read_start(self) -> tuple[float, dict[str, float]] | None:
+        """What :meth:`write_start` wrote; None where another launcher started the processes."""
+        try:
+            content = json.loads(self.start_file.read_text(encoding="utf-8"))
+            return float(content["at"]), {name: float(seconds) for name, seconds in content["phases"].items()}
+        except (OSError, ValueError, KeyError):
+            return None
 
     def write_outcome(self, step: int, *, stopped: bool) -> None:
         content = {"step": step, "stopped": stopped}

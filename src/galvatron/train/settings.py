@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Settings:
 
     steps: int = 100
     """Optimizer steps in all, those before a resume included."""
+    epochs: float | None = None
+    """How often the data are seen, in place of steps, which follow from it when the batch is known."""
     learning_rate: float = 3e-4
     warmup: int | None = None
     """Steps of linear warm-up; None: a tenth of all."""
@@ -41,12 +43,16 @@ class Settings:
     """Of AdamW."""
     momentum: float = 0.9
     """Of SGD."""
+    label_smoothing: float = 0.0
+    """Share of each target that all words have in equal parts, in training and in evaluation."""
     clip: float | None = 1.0
     """Largest norm of the gradient; None: it is not clipped."""
     seed: int = 0
     """Of initial weights, dropout and the order of samples."""
     data: str | None = None
     """A file or folder; None: synthetic."""
+    evaluation_data: str | None = None
+    """A file or folder to evaluate on; None: a part of the data is held out."""
     tokenizer: str | None = None
     text_field: str | None = None
     """Of tables and lines of JSON: the field with the text; None: "text"."""
@@ -60,7 +66,7 @@ class Settings:
     adapters: str | None = None
     """A folder of low-rank adapters, as peft writes it, to start from."""
     evaluate_every: int | None = None
-    """Steps between evaluations on held-out samples; None: never."""
+    """Steps between evaluations; None: never, or at the end where there are data to evaluate on."""
     held_out: float = 0.05
     """Share of the samples that are held out where there are evaluations."""
     evaluate_batches: int = 4
@@ -83,20 +89,27 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise InvalidInput(f"{_option(name)}: {value} given; expected at least {least}")
-        for name in ("learning_rate", "timeout_s"):
-            if not getattr(self, name) > 0:
+        for name in ("learning_rate", "timeout_s", "epochs"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected more than 0")
         for name in ("final_rate", "held_out"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a share from 0 to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidInput(f"betas: {self.betas} given; expected two numbers from 0 to below 1")
-        if not 0 <= self.momentum < 1:
-            raise InvalidInput(f"momentum: {self.momentum} given; expected a number from 0 to below 1")
-        if self.warmup is not None and self.warmup > self.steps:
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a number from 0 to below 1")
+        if self.warmup is not None and self.warmup > self.steps and self.epochs is None:
             raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
         if self.evaluate_every is not None and not self.held_out:
             raise InvalidInput("held-out: 0 given, but evaluations are asked for; give a share above 0")
+
+    def with_steps(self, samples: int, batch: int) -> Settings:
+        """With the steps that the epochs make, of so many samples."""
+        if self.epochs is None:
+            return self
+        return replace(self, steps=max(1, math.ceil(self.epochs * samples / batch)), epochs=None)
 
     @property
     def warmup_steps(self) -> int:
@@ -111,7 +124,8 @@ class Settings:
             "pack": self.pack,
             "seed": self.seed,
             "cache": cache,
-            "held_out": self.held_out if self.evaluate_every else 0.0,
+            "held_out": self.held_out if self.evaluate_every and self.evaluation_data is None else 0.0,
+            "evaluation": self.evaluation_data,
         }
 
     def optimizer_options(self, name: str) -> dict[str, Any]:

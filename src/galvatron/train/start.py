@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput, RankFailure
-from galvatron.core.spec import ModelSpec
+from galvatron.core.spec import ModelSpec, Training
 from galvatron.measure.auto import AUTO, request_here
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.advice import make_plan
@@ -21,7 +22,9 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import request_for, training_of
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
+from galvatron.train.checkpoints.folder import complete
 from galvatron.train.metrics import check_sinks
+from galvatron.train.phases import Phases
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
@@ -43,6 +46,8 @@ class Asked:
     """As many devices, on one GPU."""
     cluster: str = AUTO
     """:data:`AUTO`: profile this machine."""
+    fresh: bool = False
+    """Measure again, whatever was measured before."""
     resume: bool = False
     max_restarts: int = 0
     replan: bool = False
@@ -79,23 +84,43 @@ def train(asked: Asked, screen: Screen) -> None:
         _as_rank(asked, folder)
         return
     (folder.check_started if asked.resume else folder.check_new)()
-    _check_paths(asked.settings)
-    asked = _with_adapters(asked)
+    if asked.resume and _is_finished(asked, folder, screen):
+        return
+    phases = Phases(screen.say)
     with virtual_gpus(asked.virtual):
-        plan = _first_plan(asked, folder, screen)
+        with phases.phase("checking", "checking data and weights"):
+            _check_paths(asked.settings)
+            asked = _with_adapters(asked)
+            samples = _check_inputs(_subject(asked, folder), asked.settings, folder)
+        plan = _first_plan(asked, folder, screen, phases)
+        asked = replace(asked, settings=asked.settings.with_steps(samples, plan.batch))
         _check_optimizer(asked, plan)
         screen.plan(plan)
-        _check_runnable(plan)
         _check_devices(plan.cluster.devices)
-        _check_inputs(plan, asked.settings, folder)
+        _check_precision(plan)
         folder.begin(plan, asked.settings)
-        _run(asked, folder, plan, screen)
+        _run(asked, folder, plan, screen, phases)
 
 
-def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen) -> None:
+def _is_finished(asked: Asked, folder: RunFolder, screen: Screen) -> bool:
+    """Whether nothing is left to do, which is said at once."""
+    saved, steps = complete(folder.checkpoints), asked.settings.steps
+    if not saved or saved[-1].step < steps or asked.settings.epochs is not None:
+        return False
+    screen.say(
+        f"the run in {folder.path} is finished: all {steps} steps are done and saved; train longer with --steps, or "
+        f"galvatron export {folder.path} OUT"
+    )
+    return True
+
+
+def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen, phases: Phases) -> None:
     from galvatron.train.launch import launch  # torch takes seconds
 
     for left in range(asked.max_restarts, -1, -1):
+        count = plan.cluster.devices
+        screen.say(f"starting {count} process{'es' * (count > 1)}")
+        folder.write_start(phases.seconds)
         ended = launch(folder, plan.cluster.devices)
         if not ended.status:
             return
@@ -141,14 +166,45 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
             plan = Plan.load(asked.source)
             _check_optimizer(asked, plan)
             _check_runnable(plan)
-            folder.begin(plan, asked.settings)
+            settings = asked.settings
+            if settings.epochs is not None:
+                settings = settings.with_steps(_check_inputs(_subject(asked, folder), settings, folder), plan.batch)
+            folder.begin(plan, settings)
     train_rank(folder.path)
 
 
 # Plans
 
 
-def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is to be trained, known before anything is measured."""
+
+    config: Mapping[str, Any]
+    training: Training
+    generic: bool
+
+
+def _subject(asked: Asked, folder: RunFolder) -> _Subject:
+    """Of the plan, where there is one, or of the model."""
+    given = asked.source is not None and is_plan(asked.source)
+    if asked.resume or given:
+        plan = Plan.load(asked.source if given and asked.source is not None else folder.plan_file)
+        _check_runnable(plan)
+        assert plan.model.config is not None
+        return _Subject(plan.model.config, plan.model.training, plan.model.family == "generic")
+    if asked.source is None:
+        raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
+    spec = load_any_model(asked.source, training_of(asked.setup))
+    if spec.config is None:
+        raise InvalidInput(
+            f"model {spec.name!r}: is described by figures alone, so it can be planned but not trained; give a preset, "
+            "or a Hugging Face configuration or folder"
+        )
+    return _Subject(spec.config, spec.training, spec.family == "generic")
+
+
+def _first_plan(asked: Asked, folder: RunFolder, screen: Screen, phases: Phases) -> Plan:
     if asked.resume:
         plan = Plan.load(folder.plan_file)
         if asked.source is not None and is_plan(asked.source):
@@ -158,9 +214,8 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
             return plan
         if wanted < plan.cluster.devices:
             return replanned(asked, plan, wanted)
-        return _planned(asked, plan.model.spec(), {**asked.setup, "batch": plan.batch}, wanted, screen)
-    if asked.source is None:
-        raise InvalidInput("model: none given; name a model or a plan file, or go on with a run (--resume)")
+        return _planned(asked, plan.model.spec(), {**asked.setup, "batch": plan.batch}, wanted, screen, phases)
+    assert asked.source is not None
     if is_plan(asked.source):
         plan = Plan.load(asked.source)
         if asked.devices not in (None, plan.cluster.devices):
@@ -168,10 +223,10 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen) -> Plan:
                 f"devices: {asked.devices} given, but the plan is for {plan.cluster.devices}; plan anew for that many"
             )
         return plan
-    return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), screen)
+    return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), screen, phases)
 
 
-def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen) -> Plan:
+def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen, phases: Phases) -> Plan:
     """The best plan for this machine, from measured figures unless a cluster is given."""
     if asked.cluster != AUTO:
         request = request_for(model, asked.cluster, setup, load_any_model)
@@ -180,8 +235,11 @@ def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, s
                 f"devices: {asked.devices} given, but cluster {asked.cluster!r} has {request.cluster.devices}; leave "
                 "one of the two out"
             )
+    else:
+        with phases.phase("measuring", silent=True):  # which shows how far it has come
+            request = request_here(model, setup, devices=devices, measuring=screen.measuring, fresh=asked.fresh)
+    with phases.phase("planning"):
         return make_plan(request)
-    return make_plan(request_here(model, setup, devices=devices, measuring=screen.measuring))
 
 
 def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
@@ -229,7 +287,7 @@ def _check_paths(settings: Settings) -> None:
 
     if settings.weights is not None and not Path(settings.weights).is_dir():
         raise InvalidInput(f"weights: {settings.weights!r} is no folder; give one with config.json and safetensors")
-    check_paths(settings.data, settings.tokenizer)
+    check_paths((settings.data, settings.evaluation_data), settings.tokenizer)
 
 
 def _with_adapters(asked: Asked) -> Asked:
@@ -243,12 +301,16 @@ def _with_adapters(asked: Asked) -> Asked:
     return replace(asked, setup={**asked.setup, **said})
 
 
-def _check_inputs(plan: Plan, settings: Settings, folder: RunFolder) -> None:
-    """Find out before any process starts whether data fit the model; text is tokenized here, once."""
-    from galvatron.train.data.opening import open_data
+def _check_inputs(subject: _Subject, settings: Settings, folder: RunFolder) -> int:
+    """Find out before anything is measured whether data and weights fit the model; text is tokenized here, once.
+    Returns how many samples there are."""
+    from galvatron.train.inputs import check_position, check_weights, open_run_data
 
-    assert plan.model.config is not None
-    open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
+    data = open_run_data(settings, subject.config, subject.training, folder)
+    check_position(data, settings.seed, folder)
+    if settings.weights is not None and not complete(folder.checkpoints):
+        check_weights(settings.weights, subject.config, subject.training, generic=subject.generic)
+    return len(data.train)
 
 
 # Devices
@@ -265,6 +327,16 @@ def _check_devices(wanted: int) -> None:
             f"devices: the plan is for {wanted}, but this machine has {gpus} GPU{'s' * (gpus > 1)}; plan anew for that "
             f"many (--devices {gpus}), or let {wanted} ranks share the first one (--virtual {wanted})"
         )
+
+
+def _check_precision(plan: Plan) -> None:
+    """Refuse TF32 where there is no GPU; whether a GPU has it, ranks find out, because CUDA must not be used here."""
+    import torch
+
+    if not torch.cuda.device_count():
+        from galvatron.runtime.products import check_tf32
+
+        check_tf32(plan.model.training.precision, torch.device("cpu"))
 
 
 def _devices_here() -> int:

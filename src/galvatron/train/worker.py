@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,15 @@ from galvatron.processes.world import join, own_device
 from galvatron.runtime.checks import check_world
 from galvatron.runtime.parallelize import parallelize
 from galvatron.train.checkpoints.checkpoints import Checkpoints
+from galvatron.train.checkpoints.companions import keep_companions
 from galvatron.train.data.loader import Loader, Position
-from galvatron.train.data.opening import open_data
+from galvatron.train.inputs import open_run_data
 from galvatron.train.loop import Loop, Outcome
 from galvatron.train.meters import IterationTimes, PeakMemory, used_bytes
 from galvatron.train.metrics import open_sinks, read_metrics
-from galvatron.train.progress import Display
-from galvatron.train.report import Report, report_view
+from galvatron.train.phases import Phases
+from galvatron.train.progress import Display, say
+from galvatron.train.report import Report, phases_line, report_view
 from galvatron.train.report_page import report_page
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
@@ -83,11 +87,23 @@ def _prepared(
     folder: RunFolder, plan: Plan, settings: Settings, device: torch.device, stop: StopRequest, watch: Watch
 ) -> Loop:
     assert plan.model.config is not None
-    data = open_data(settings.data, plan.model.config, plan.model.training, **settings.data_options(folder.cache))
+    phases = _phases(folder, settings)
+    with phases.phase("opening data"):
+        data = open_run_data(settings, plan.model.config, plan.model.training, folder)
+    if dist.get_rank() == 0:
+        model_folder = None if settings.weights is None else Path(settings.weights)
+        keep_companions(folder.companions, tokenizer=data.tokenizer, model=model_folder)
     memory = PeakMemory(device)
-    model = parallelize(
-        None, plan, weights=settings.weights, adapters=settings.adapters, seed=settings.seed, device=device
-    )
+    with phases.phase("building", "building the model"):
+        model = parallelize(
+            None,
+            plan,
+            weights=settings.weights,
+            adapters=settings.adapters,
+            label_smoothing=settings.label_smoothing,
+            seed=settings.seed,
+            device=device,
+        )
     optimizer = model.optimizer(
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
@@ -98,7 +114,8 @@ def _prepared(
     checkpoints = Checkpoints(folder.checkpoints, keep=settings.keep)
     step, start = 0, None
     if checkpoints.latest() is not None:
-        loaded = checkpoints.load(model, optimizer)
+        with phases.phase("loading", "loading the checkpoint"):
+            loaded = checkpoints.load(model, optimizer)
         step, start = loaded.step, Position.from_json(loaded.progress["data"])
         memory.phase_done("loading")
     loader = Loader(
@@ -126,8 +143,21 @@ def _prepared(
         sinks=open_sinks(folder.path, folder.metrics_file, settings, after_step=step) if first else [],
         display=Display(settings.steps, step) if first else None,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else plan.cluster.facts.device.name,
+        phases=phases,
         step=step,
     )
+
+
+def _phases(folder: RunFolder, settings: Settings) -> Phases:
+    """Rank 0 says what takes long; what was before is in the run's folder."""
+    phases = Phases(say if dist.get_rank() == 0 else None)
+    started = folder.read_start()
+    if started is not None:
+        at, before = started
+        for name, seconds in before.items():
+            phases.add(name, seconds)
+        phases.add("starting", max(0.0, time.time() - at))
+    return phases
 
 
 def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None:
@@ -145,8 +175,10 @@ def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None
         loop.display.say(f"stopped after step {outcome.step}, which is saved; go on with --resume")
     iteration_s = loop.times.iteration_s
     if iteration_s is None or not outcome.losses:
+        loop.display.say(phases_line(loop.phases.seconds))
         return
     report = Report.of(plan, ranks, iteration_s, outcome.losses, len(outcome.losses))
+    report = replace(report, phases=loop.phases.seconds)
     folder.report_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     report_page(plan, report, read_metrics(folder.metrics_file)).save(folder.report_page_file)
     loop.display.view(report_view(plan, report))

@@ -36,5 +36,5 @@ def test_which_have_fused_kernels() -> None:
 
 def test_names_are_those_of_plan_files() -> None:
     assert [optimizer_named(name) for name in ("adamw", "sgd")] == [ADAMW, SGD]
-    with pytest.raises(InvalidInput, match="optimizer: 'lion' is unknown; choose one of adamw, sgd"):
+    with pytest.raises(InvalidInput, match="optimizer: 'lion' is unknown; choose one of adamw, adamw-bf16, sgd"):
         optimizer_named("lion")

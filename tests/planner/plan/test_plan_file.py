@@ -207,7 +207,7 @@ _JUNK = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_plans_never_pass_silently(plan: Plan, folder: Path, data: st.DataObject) -> None:
     """Drop, replace or add anything: either the error names the file, or what was read says just what the file says and

@@ -32,6 +32,13 @@ def test_states_and_step_shrink_with_what_is_kept() -> None:
     assert sgd.time.compute_s == adamw.time.compute_s
 
 
+def test_moments_in_bf16_take_half_of_their_memory_and_traffic() -> None:
+    """Replicated: 4 bytes of master, 4 of gradient and 2 + 2 of moments; a step moves 4 + 4 + 4 and 4 · 2."""
+    (adamw,), (narrow,) = _priced("adamw").stages, _priced("adamw-bf16").stages
+    assert narrow.memory.states * 16 == pytest.approx(adamw.memory.states * 12, rel=1e-5)
+    assert narrow.time.optimizer_s * 28 == pytest.approx(adamw.time.optimizer_s * 20)
+
+
 def test_a_file_says_it_where_it_is_not_the_usual(tmp_path: Path) -> None:
     plan = galvatron.plan("bert-tiny", "titan-rtx-8", batch=16, optimizer="sgd")
     plan.save(tmp_path / "plan.json")
@@ -56,7 +63,7 @@ def test_a_file_has_one_way_to_say_it(tmp_path: Path, name: str) -> None:
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="optimizer: 'lion' is unknown; choose one of adamw, sgd"):
+    with pytest.raises(InvalidInput, match="optimizer: 'lion' is unknown; choose one of adamw, adamw-bf16, sgd"):
         galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="lion")
     with pytest.raises(InvalidInput, match="--paper means optimizer adamw"):
         galvatron.plan("bert-tiny", "titan-rtx-8", optimizer="sgd", paper=True)

@@ -44,11 +44,11 @@ def problems(seed: int, trials: int) -> list[Problem]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *map(longer, range(1, 8))])
-def test_equals_brute_force(seed: int) -> None:
-    """70 problems, in the longer run 560: models in which layers with experts stand between dense ones."""
+@pytest.mark.parametrize(("seed", "trials"), [(0, 24), *(longer(seed, 70) for seed in range(8))])
+def test_equals_brute_force(seed: int, trials: int) -> None:
+    """24 problems, in the longer run 560: models in which layers with experts stand between dense ones."""
     feasible = apart = mixed = 0
-    for number, problem in enumerate(problems(seed, 70)):
+    for number, problem in enumerate(problems(seed, trials)):
         expected, optimum = brute_search(problem), search(problem)
         assert (optimum is None) == (expected is None), number
         if optimum is None or expected is None:
@@ -59,26 +59,27 @@ def test_equals_brute_force(seed: int) -> None:
         strategies = [strategy for stage in optimum.strategies for strategy in stage]
         apart += any(strategy.experts for strategy in strategies)
         mixed += len({bool(strategy.experts) for strategy in strategies}) == 2
-    assert feasible >= 35, "the instances test too little: most have no solution"
-    assert apart >= 15, "experts seldom have axes of their own, so the comparison proves little"
-    assert mixed >= 5
+    assert feasible >= trials // 2, "the instances test too little: most have no solution"
+    assert apart >= trials * 3 // 14, "experts seldom have axes of their own, so the comparison proves little"
+    assert mixed >= trials // 14
 
 
 def test_brute_force_notices_an_all_to_all_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: a search that exchanges tokens for free finds other optima."""
-    expected = [brute_search(problem) for problem in problems(0, 40)]
+    given = problems(0, 16)
+    expected = [brute_search(problem) for problem in given]
     monkeypatch.setattr(experts, "all_to_all_s", lambda message_bytes, group: 0.0 * message_bytes * group.size)
     wrong = 0
-    for problem, plan in zip(problems(0, 40), expected, strict=True):
+    for problem, plan in zip(given, expected, strict=True):
         optimum = search(problem)
         if plan is not None and optimum is not None:
             wrong += throughput(optimum) != Fraction(plan.batch, plan.iteration_ns)
-    assert wrong >= 5
+    assert wrong >= 2
 
 
 def test_least_prices_are_those_of_all_candidates() -> None:
     """Bounds take strategies and their experts apart; what is least of the sums must be what is least of all."""
-    for problem in problems(9, 24):
+    for problem in problems(9, 10):
         for degree in problem.space.pipeline_degrees(problem.cost.cluster.devices):
             if degree > len(problem.cost.model.layers):
                 continue
@@ -116,16 +117,17 @@ def test_what_is_left_out_is_beaten_by_something_kept(rounds: int) -> None:
 def test_without_the_switch_experts_follow() -> None:
     """Turned off, the space is the one that there was: no strategy has axes for experts, and no plan gets faster."""
     slower = 0
-    for problem in problems(2, 24):
+    for problem in problems(2, 10):
         off = replace(problem.space, switches=replace(problem.space.switches, expert_parallel=False))
         without = search(replace(problem, space=off))
         kinds = replace(problem.space, kinds=problem.space.kinds - {Kind.EP})
         assert throughput(without) == throughput(search(replace(problem, space=kinds)))
         if without is not None:
             assert not any(strategy.experts for stage in without.strategies for strategy in stage)
-        assert throughput(without) <= throughput(search(problem))
-        slower += throughput(without) < throughput(search(problem))
-    assert slower >= 5
+        switched_on = throughput(search(problem))
+        assert throughput(without) <= switched_on
+        slower += throughput(without) < switched_on
+    assert slower >= 2
 
 
 def test_a_cluster_of_uneven_links_is_searched_too() -> None:

@@ -28,7 +28,7 @@ from search_oracles import (
     stage_of,
 )
 
-from galvatron.core.spec import GPIPE, ONE_F_ONE_B, SCHEDULES, Kind, LayerSpec, ModelSpec, Schedule, Training
+from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Kind, LayerSpec, ModelSpec, Schedule, Training
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Optimum, Problem, search
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
@@ -45,11 +45,11 @@ def throughput(optimum: Optimum | None) -> Fraction:
 # ------------------------------------------------------------------------------------------------- the optimum itself
 
 
-@pytest.mark.parametrize("seed", [0, *map(longer, range(1, 10))])
-def test_equals_brute_force(seed: int) -> None:
-    """140 problems, in the longer run 700: random models, clusters, spaces, switches, schedules and batches."""
+@pytest.mark.parametrize(("seed", "trials"), [(0, 24), *(longer(seed, 70) for seed in range(10))])
+def test_equals_brute_force(seed: int, trials: int) -> None:
+    """24 problems, in the longer run 700: random models, clusters, spaces, switches, schedules and batches."""
     feasible = binding = 0
-    for trial in range(70):
+    for trial in range(trials):
         rng = np.random.default_rng((seed, trial))
         free = random_problem(rng, most_work=1500)
         problem = limited(rng, free)
@@ -62,8 +62,8 @@ def test_equals_brute_force(seed: int) -> None:
         assert throughput(optimum) == Fraction(expected.batch, expected.iteration_ns), (seed, trial)
         feasible += 1
         binding += throughput(optimum) < throughput(search(free))
-    assert feasible >= 35, "the instances test too little: most have no solution"
-    assert binding >= 20, "the instances test too little: memory seldom decides"
+    assert feasible >= trials // 2, "the instances test too little: most have no solution"
+    assert binding >= trials * 2 // 7, "the instances test too little: memory seldom decides"
 
 
 @pytest.mark.parametrize("trials", [15, longer(120)])
@@ -119,10 +119,11 @@ def test_equals_brute_force_where_sequences_are_divided() -> None:
     assert plain >= 20
 
 
-def test_equals_the_table_with_all_cuts() -> None:
+@pytest.mark.parametrize("trials", [12, longer(25)])
+def test_equals_the_table_with_all_cuts(trials: int) -> None:
     """Algorithm 1 over all cuts with a quantum of one byte: an oracle that shares no code with brute force."""
     feasible = 0
-    for trial in range(25):
+    for trial in range(trials):
         rng = np.random.default_rng((11, trial))
         problem = limited(rng, random_problem(rng, most_work=300, scales=(2, 4)))
         if problem.budget == ENOUGH:
@@ -131,7 +132,7 @@ def test_equals_the_table_with_all_cuts() -> None:
         expected = Fraction(table.batch, table.iteration_ns) if table else Fraction(0)
         assert throughput(optimum) == expected, trial
         feasible += table is not None
-    assert feasible > 10
+    assert feasible > trials * 2 // 5
 
 
 def _pipeline_problem(*, shuffled: bool, schedule: Schedule) -> Problem:
@@ -165,8 +166,10 @@ def _pipeline_problem(*, shuffled: bool, schedule: Schedule) -> Problem:
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(
+    ("shuffled", "schedule"),
+    [(False, ONE_F_ONE_B), (True, ONE_F_ONE_B), longer(False, GPIPE), longer(True, GPIPE)],
+)
 def test_equals_a_program_over_cuts_on_40_layers(shuffled: bool, schedule: Schedule) -> None:
     """One strategy, so a stage's time and memory are sums: every cut is tried, stages of over 24 layers included."""
     free = _pipeline_problem(shuffled=shuffled, schedule=schedule)
@@ -216,7 +219,7 @@ def _best_pipeline(problem: Problem) -> Fraction:
 # ------------------------------------------------------------------------------------------------------- the promises
 
 
-@pytest.mark.parametrize("trials", [10, longer(60)])
+@pytest.mark.parametrize("trials", [5, longer(60)])
 def test_more_memory_is_never_slower(trials: int) -> None:
     """A user who buys memory must not get a slower plan: throughput rises with the budget, step by step."""
     rises = 0
@@ -230,7 +233,7 @@ def test_more_memory_is_never_slower(trials: int) -> None:
     assert rises > trials // 2
 
 
-@pytest.mark.parametrize("trials", [10, longer(60)])
+@pytest.mark.parametrize("trials", [5, longer(60)])
 def test_a_larger_space_is_never_slower(trials: int) -> None:
     """More kinds, pipelines, switches or batches: whatever the smaller space finds is in the larger one too."""
     rises = 0
@@ -278,12 +281,13 @@ def _best_by_rule(problem: Problem, rule: CutRule) -> Fraction:
     return Fraction(expected.batch, expected.iteration_ns) if expected else Fraction(0)
 
 
-@pytest.mark.parametrize(
-    "rule", [rule if rule is CutRule.MEMORY else longer(rule) for rule in CutRule if rule is not CutRule.EXACT]
-)
-def test_cuts_by_a_rule_are_optimal_for_the_rule_and_never_beat_exact_cuts(rule: CutRule) -> None:
+_RULES = [rule for rule in CutRule if rule is not CutRule.EXACT]
+
+
+@pytest.mark.parametrize(("rule", "trials"), [(CutRule.MEMORY, 12), *(longer(rule, 40) for rule in _RULES)])
+def test_cuts_by_a_rule_are_optimal_for_the_rule_and_never_beat_exact_cuts(rule: CutRule, trials: int) -> None:
     slower = 0
-    for trial in range(40):
+    for trial in range(trials):
         rng = np.random.default_rng((14, trial))
         problem = limited(rng, random_problem(rng, most_work=300))
         ruled = search(replace(problem, cuts=rule))
@@ -321,10 +325,11 @@ def test_the_memory_rule_may_prefer_a_smaller_batch() -> None:
     assert (optimum.batch, optimum.solved.positions) == (2, (0, 1, 6))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in CutRule if rule is not CutRule.EXACT])
-def test_cuts_by_a_rule_warn_about_nothing(rule: CutRule) -> None:
+@pytest.mark.parametrize("trials", [10, longer(40)])
+@pytest.mark.parametrize("rule", _RULES)
+def test_cuts_by_a_rule_warn_about_nothing(rule: CutRule, trials: int) -> None:
     """Models in which no layer is repeated, budgets in which a stage cannot fit: an answer, not a numpy warning."""
-    for trial in range(40):
+    for trial in range(trials):
         rng = np.random.default_rng((14, trial))
         problem = limited(rng, random_problem(rng, most_work=300))
         search(replace(problem, cuts=rule))
@@ -353,7 +358,7 @@ def test_layers_that_take_no_time_can_be_planned() -> None:
 
 
 def test_the_proof_counts_what_was_looked_at() -> None:
-    for trial in range(30):
+    for trial in range(12):
         rng = np.random.default_rng((15, trial))
         problem = limited(rng, random_problem(rng, most_work=5000))
         optimum = search(problem)
@@ -367,7 +372,7 @@ _PRINT_PLANS = """
 import numpy as np
 from search_oracles import limited, random_problem
 from galvatron.planner.search import search
-for trial in range(40):
+for trial in range(16):
     rng = np.random.default_rng((16, trial))
     optimum = search(limited(rng, random_problem(rng, most_work=20_000, scales=(2, 30, 3_000_000))))
     if optimum is None:
@@ -389,4 +394,4 @@ def test_plans_are_identical_in_every_process() -> None:
         )
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]
-    assert outputs[0].count(b"Solved") > 20
+    assert outputs[0].count(b"Solved") > 8

@@ -182,7 +182,7 @@ def _steep_stage(rng: np.random.Generator) -> tuple[StageProblem, int]:
     return problem, least + int((most - least) * rng.uniform(0, 0.6))
 
 
-@pytest.mark.parametrize("trials", [200, longer(600)])
+@pytest.mark.parametrize("trials", [60, longer(600)])
 def test_memory_that_every_strategy_needs_changes_nothing(trials: int) -> None:
     """The same bytes on top of each layer, and of the budget, leave the optimum as it was, to the nanosecond.
 
@@ -251,7 +251,7 @@ def test_equals_an_integer_program_on_96_layers(name: str, budget_gib: int) -> N
     assert solved_time(stage, budget) == least_time_by_milp(stage, budget)
 
 
-@pytest.mark.parametrize(("name", "budget_gib"), [("bert", 8), longer("swin", 8)])
+@pytest.mark.parametrize(("name", "budget_gib"), [longer("bert", 8), longer("swin", 8)])
 def test_equals_the_table_on_96_layers(name: str, budget_gib: int) -> None:
     """Where HiGHS needs minutes the table, exact in whole MiB, still answers."""
     stage = _large_stage(name)

@@ -11,6 +11,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from longer import longer
 
 from galvatron.core.spec import (
     Cluster,
@@ -192,7 +193,7 @@ def _cells_received(devices: int, source: Layout, target: Layout) -> int:
     return received
 
 
-@pytest.mark.parametrize("devices", [4, 6, 8, 12])
+@pytest.mark.parametrize("devices", [4, 6, 8, longer(12)])
 def test_a_change_of_form_is_priced_by_the_cells_it_moves(devices: int) -> None:
     layouts = _forms_of(devices)
     per_byte = layout_rates(layouts, _flat_cluster(devices)).change_s(devices, np.array(1.0))

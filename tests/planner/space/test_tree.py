@@ -86,13 +86,16 @@ def test_paths_are_distinct_valid_and_of_the_right_size(devices: int) -> None:
 
 def test_the_flags_of_a_strategy() -> None:
     """Each extension appears exactly where it means something: +sp with TP, +zero2 with DP and without SDP, +fl
-    without +rc."""
+    without a grade of recompute, of which there is one at most."""
     for strategy in tree(8):
+        grades = ("", "recompute", "selective_recompute", "recompute_but_attention", "offload")
         flagged = {
-            Strategy(strategy.axes, recompute=recompute, sequence_parallel=sequence, zero2=zero2, fused_loss=fused)
-            for recompute, sequence, zero2, fused in product((False, True), repeat=4)
+            Strategy(strategy.axes, sequence_parallel=sequence, zero2=zero2, fused_loss=fused, **{grade: True})
+            if grade
+            else Strategy(strategy.axes, sequence_parallel=sequence, zero2=zero2, fused_loss=fused)
+            for grade, sequence, zero2, fused in product(grades, *[(False, True)] * 3)
             if not (sequence and strategy.degree(Kind.TP) == 1)
-            and not (fused and recompute)
+            and not (fused and grade)
             and not (zero2 and (strategy.degree(Kind.DP) == 1 or strategy.degree(Kind.SDP) > 1))
         }
         space = Space(name="full", title="", switches=EXTENDED)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from longer import longer
 from oracle import Case
 from parity import build, plan_for
 from ranks import ranks
@@ -107,7 +108,7 @@ def _load(plan: galvatron.Plan, folder: Path, step: int | None) -> str | int:
 _DAMAGES = [_flip, _zero, _truncate, _delete, _swap, _edit, _cut_manifest]
 
 
-@pytest.mark.parametrize("damage", _DAMAGES)
+@pytest.mark.parametrize("damage", [own if own in (_flip, _delete, _cut_manifest) else longer(own) for own in _DAMAGES])
 def test_damage_is_found_and_named(damage: Callable[[Path], Path], two_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from longer import longer
 from oracle import _CLASSES, Case, batches, first_weights, stock_model
 from parity import build, plan_for
 from ranks import ranks
@@ -37,7 +38,7 @@ def _loaded(family: str, folder: Path) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("family", [own if own in ("bert", "gpt2", "t5") else longer(own) for own in LAYERS])
 def test_from_pretrained_loads_it(family: str, tmp_path: Path) -> None:
     """The same files, names and logits as the single process's own ``save_pretrained``."""
     strategies = ["tp4", "sdp4", "dp4", "sdp2-tp2", "tp2-dp2", "dp4+zero2", "sdp4"][: LAYERS[family]]

@@ -9,10 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as arrow
 import pytest
 import torch
 from longer import longer
 from parity import cluster_of
+from pyarrow import parquet
 from ranks import ranks
 from small_models import config
 from torch import Tensor
@@ -258,3 +261,25 @@ def test_the_stock_model_keeps_documents_apart_without_a_cache() -> None:
         )
     torch.testing.assert_close(apart, alone)
     assert not torch.allclose(mixed, alone, atol=1e-3)
+
+
+def test_tables_of_conversations_are_those_of_the_lines(tmp_path: Path, tokenizer: Callable[[str], Path]) -> None:
+    """In a table every message has the fields of all others; the template must not see those that are empty."""
+    talks = _talks(6)
+    talks[0]["messages"][0]["name"] = "ann"
+    template = _PLAIN.replace("<{{ message['role'] }}>", "<{{ message['role'] }}{{ '!' if 'name' in message }}>")
+    folder = tokenizer(template)
+    lines = _opened(_file(tmp_path / "chat.jsonl", talks), folder, tmp_path / "cache")
+    parquet.write_table(arrow.Table.from_pylist(talks), tmp_path / "chat.parquet")
+    datasets.Dataset.from_list(talks).save_to_disk(tmp_path / "saved")
+    for name in ("chat.parquet", "saved"):
+        assert _opened(tmp_path / name, folder, tmp_path / "cache").fingerprint == lines.fingerprint
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.decode(lines.ids).count("!") == 1, "the template tells absent fields from others"
+
+
+def test_a_template_that_changed_is_another_tokenizer(tmp_path: Path, tokenizer: Callable[[str], Path]) -> None:
+    path, folder = _file(tmp_path / "chat.jsonl", _talks(3)), tokenizer(_PLAIN)
+    before = _opened(path, folder, tmp_path / "cache").fingerprint
+    (folder / "chat_template.jinja").write_text(_PLAIN.replace("</s>", "!</s>"))
+    assert _opened(path, folder, tmp_path / "cache").fingerprint != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -75,6 +76,14 @@ def write_arrow_file(path: Path) -> Path:
     return path
 
 
+def write_csv(path: Path) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "text"])
+        writer.writerows(enumerate(DOCUMENTS))
+    return path
+
+
 def write_saved(path: Path) -> Path:
     datasets.Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(path)
     return path
@@ -104,6 +113,7 @@ def _quiet_datasets() -> None:
         (write_text_files, "folder"),
         (write_parquet, "tables"),
         (write_arrow_file, "a.arrow"),
+        (write_csv, "a.csv"),
         (write_saved, "saved"),
         (write_saved_splits, "splits"),
         (write_saved_arrow, "stream"),
@@ -227,6 +237,11 @@ def damaged_dataset(folder: Path) -> Path:
     return path
 
 
+def several_splits(folder: Path) -> Path:
+    write_lines(folder / "train.jsonl")
+    return write_lines(folder / "test.jsonl").parent
+
+
 def mixed_kinds(folder: Path) -> Path:
     (folder / "a.txt").write_text("x")
     return write_lines(folder / "b.jsonl").parent
@@ -256,13 +271,14 @@ def too_short(folder: Path) -> Path:
     [
         (bad_line, r"a.jsonl, line 2: the field 'text' is 3; expected a string"),
         (no_json, r"a.jsonl, line 3: is not JSON"),
-        (other_field, r"line 1: the field 'text' is missing \(it has 'content'\)"),
+        (other_field, r"line 1: the field 'text' is missing \(it has 'content'; name another with --text-field\)"),
         (half_character, r"line 1: half of a character"),
         (no_utf8, r"a.txt: is not UTF-8 text \(byte 0xfc\)"),
-        (no_column, r"a.parquet: has columns content; expected one named 'text'"),
+        (no_column, r"a.parquet, row 0: the field 'text' is missing \(it has 'content'; name"),
         (null_row, r"a.parquet, row 1: the field 'text' is None"),
         (cut_off, r"0.parquet: cannot be read"),
-        (damaged_dataset, r"saved: cannot be read as a Hugging Face dataset"),
+        (damaged_dataset, r"saved: cannot be read after 0 rows"),
+        (several_splits, r"has files of several splits \(test.jsonl, train.jsonl\); give the file or folder of one"),
         (mixed_kinds, r"files ending in .jsonl and .txt"),
         (unknown_kind, r"a.pdf': expected a file ending in .txt, .jsonl"),
         (nothing, r"the folder has no files ending in"),
@@ -327,7 +343,32 @@ def test_damaged_tokens_are_named(tmp_path: Path) -> None:
 
 def test_missing_extras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, tables = write_saved(tmp_path / "saved"), write_parquet(tmp_path / "tables")
-    for path, module in ((saved, "datasets"), (tables, "pyarrow.parquet")):
+    for path, module in ((saved, "datasets"), (tables, "datasets")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(InvalidInput, match=r'not installed; pip install "galvatron\[data\]"'):
             opened(path, tmp_path / "cache")
+
+
+def test_data_to_evaluate_on_are_read_with_the_same_tokenizer(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl")
+    (tmp_path / "other.txt").write_text("quite another text " * 20)
+    training = Training(sequence_length=LENGTH)
+    data = open_data(
+        path, GPT2, training, tokenizer="train", cache=tmp_path / "cache", evaluation=tmp_path / "other.txt"
+    )
+    assert data.held_out is not None
+    assert data.tokenizer is not None
+    whole = open_data(path, GPT2, training, tokenizer="train", cache=tmp_path / "cache")
+    assert data.train.fingerprint == whole.train.fingerprint, "nothing is held out of the training data"
+    loaded = AutoTokenizer.from_pretrained(data.tokenizer)
+    ids = data.held_out.sample(0, generator_of(0))["input_ids"]
+    assert loaded.decode(ids).startswith("quite another text")
+    with pytest.raises(InvalidInput, match="eval-data 'x': given, but the training data are made up"):
+        open_data(None, GPT2, training, evaluation="x")
+
+
+@pytest.mark.parametrize("text", ["null", "NA", "", "12"])
+def test_texts_that_look_like_none_or_numbers_stay_texts_or_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.csv").write_text(f'text\n"{text}"\n' + '"some words"\n' * 20)
+    found = bytes_of(opened(tmp_path / "a.csv", tmp_path / "cache"))
+    assert found == expected([text, *["some words"] * 20])

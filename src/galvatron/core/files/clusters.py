@@ -55,8 +55,11 @@ _DEVICE = Table(
         Key("memory_bandwidth", "memory_bytes_per_s", BANDWIDTH, "achieved bandwidth of that memory"),
         Key("fp32", "fp32_flops_per_s", COMPUTE_RATE, "achieved rate of a Transformer layer's forward in fp32"),
         Key("bf16", "bf16_flops_per_s", COMPUTE_RATE, "the same in bf16; left out where the device has none"),
+        Key("tf32", "tf32_flops_per_s", COMPUTE_RATE, "the same with fp32 tensors and TF32 products, if any"),
         Key("layer_overhead", "layer_overhead_s", _LATENCY, "time a layer's forward takes however small its work"),
         Key("compiles", "compiles", FLAG, "whether blocks are compiled where nobody says (default true)"),
+        Key("host_bandwidth", "host_bytes_per_s", BANDWIDTH, "between its memory and the host's, each way"),
+        Key("host_memory", "host_memory_bytes", BYTES.between("1MiB", "1024TiB"), "its share of the host's memory"),
     ),
 )
 _LEVEL = Table(
@@ -135,6 +138,8 @@ def _checked(cluster: Cluster, file: str) -> Cluster:
         )
     if cluster.devices > _MOST_DEVICES:
         raise InvalidInput(f"{file}: levels join {cluster.devices} devices; expected at most {_MOST_DEVICES}")
+    if (cluster.device.host_bytes_per_s is None) != (cluster.device.host_memory_bytes is None):
+        raise InvalidInput(f"{file}: device has one of host_bandwidth and host_memory; expected both or neither")
     seen: set[tuple[int, ...]] = set()
     for index, group in enumerate(cluster.groups):
         if group.ranks[0] != 0 or group.ranks[-1] >= cluster.devices or group.ranks in seen:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.tables import BYTES, FLAG, NAME, SECONDS, SOURCE, Key, Table, number, preset_names, whole
-from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
+from galvatron.core.spec.profile import LayerGrade, LayerMemory, LayerTime, ModelProfile
 
 __all__ = ["dump_profile", "load_profile", "profile_names"]
 
@@ -60,6 +60,18 @@ _MEMORY = Table(
     ),
     many=(0, 10_000),
 )
+_GRADE_NAMES = ("rs", "ra")
+_GRADES = Table(
+    LayerGrade,
+    (
+        _LAYER,
+        Key("grade", "grade", NAME, "rs: all but products and attention recomputed; ra: all but attention"),
+        Key("share", "share", number(0, 100), "time of recomputing a sample over that of its forward"),
+        Key("fixed", "fixed_s", _TIME, "time of recomputing besides that of the samples"),
+        Key("activations", "activation_bytes", _SIZE, "saved for backward by one sample"),
+    ),
+    many=(0, 10_000),
+)
 _PROFILE = Table(
     ModelProfile,
     (
@@ -67,6 +79,7 @@ _PROFILE = Table(
         Key("source", "source", SOURCE, "where the times were measured"),
         Key("layers", "times", _TIMES, "[[layers]] tables, one for each kind of layer"),
         Key("memory", "memory", _MEMORY, "[[memory]] tables, the same for memory"),
+        Key("grades", "grades", _GRADES, "[[grades]] tables, of layers that are recomputed in part"),
     ),
 )
 
@@ -105,4 +118,11 @@ def _checked(profile: ModelProfile, file: str) -> ModelProfile:
                     "tensor parallelism"
                 )
             seen.add(variant)
+    grades = [(one.layer, one.grade) for one in profile.grades]
+    for index, grade in enumerate(grades):
+        if grade in grades[:index] or grade[1] not in _GRADE_NAMES:
+            raise InvalidInput(
+                f"{file}: grades[{index}] is {grade[1]!r} of {grade[0]!r}; expected {' or '.join(_GRADE_NAMES)}, each "
+                "once for a layer"
+            )
     return profile

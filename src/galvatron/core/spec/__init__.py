@@ -6,6 +6,7 @@ from galvatron.core.spec.model import (
     Attention,
     Experts,
     FusedLoss,
+    Kept,
     LayerSpec,
     ModelSpec,
     Precision,
@@ -13,7 +14,7 @@ from galvatron.core.spec.model import (
     Training,
 )
 from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
-from galvatron.core.spec.profile import LayerMemory, LayerTime, ModelProfile
+from galvatron.core.spec.profile import LayerGrade, LayerMemory, LayerTime, ModelProfile
 from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
 from galvatron.core.spec.strategy import (
     Axis,
@@ -52,7 +53,9 @@ __all__ = [
     "Factor",
     "Factors",
     "FusedLoss",
+    "Kept",
     "Kind",
+    "LayerGrade",
     "LayerMemory",
     "LayerSpec",
     "LayerTime",

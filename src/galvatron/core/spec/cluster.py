@@ -36,17 +36,32 @@ class Device:
     """Achieved (not peak) rate of a Transformer layer's forward in fp32."""
     bf16_flops_per_s: float | None = None
     """Achieved rate in bf16; None: the device has no bf16."""
+    tf32_flops_per_s: float | None = None
+    """Achieved rate with fp32 tensors and TF32 products; None: the device has none."""
     layer_overhead_s: float = 0.0
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
+    host_bytes_per_s: float | None = None
+    """Between its memory and the host's, each way; None: nobody knows, and nothing is offloaded."""
+    host_memory_bytes: int | None = None
+    """Its share of the host's memory, for what is offloaded."""
 
     def flops_per_s(self, precision: Precision) -> float:
-        if precision is Precision.FP32:
-            return self.fp32_flops_per_s
-        if self.bf16_flops_per_s is None:
-            raise InvalidInput(f"device {self.name!r} has no bf16 arithmetic; use --precision fp32")
-        return self.bf16_flops_per_s
+        rates = {
+            Precision.FP32: self.fp32_flops_per_s,
+            Precision.TF32: self.tf32_flops_per_s,
+            Precision.BF16: self.bf16_flops_per_s,
+        }
+        rate = rates[precision]
+        if rate is None:
+            raise InvalidInput(f"device {self.name!r} has no {precision} arithmetic; use --precision fp32")
+        return rate
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what is saved for backward can be kept on the host."""
+        return self.host_bytes_per_s is not None and self.host_memory_bytes is not None
 
     @property
     def precision(self) -> Precision:
@@ -246,11 +261,14 @@ class Cluster:
         return replace(self, levels=tuple(level for level in levels if level.units > 1), groups=groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. What came later and says nothing (an all-to-all that was not measured) is left out:
+        """As plan files have it. What came later and says nothing (an unmeasured all-to-all, no TF32) is left out:
         digests and files stay the same."""
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
+        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s"):
+            if facts["device"][name] is None:
+                del facts["device"][name]
         for group in facts["groups"]:
             if group["all_to_all_bytes_per_s"] is None:
                 del group["all_to_all_bytes_per_s"], group["all_to_all_latency_s"]

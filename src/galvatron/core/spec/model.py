@@ -17,6 +17,7 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.optimizer import ADAMW
+from galvatron.core.spec.parts import Experts, FusedLoss, Kept, TensorParallel
 from galvatron.core.spec.strategy import Kind, Strategy, degree_of
 from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
 
@@ -26,6 +27,7 @@ __all__ = [
     "Attention",
     "Experts",
     "FusedLoss",
+    "Kept",
     "LayerSpec",
     "ModelSpec",
     "Precision",
@@ -46,13 +48,15 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     """Everything in fp32: 4-byte activations, 16 bytes of states a parameter with Adam."""
+    TF32 = "tf32"
+    """As fp32, but matrix products round their operands to TF32 (10 bits after the point) on GPUs that have it."""
     BF16 = "bf16"
     """bf16 working parameters and activations, with fp32 masters, gradient reduction and Adam moments."""
 
     @property
     def bytes(self) -> int:
         """Bytes of one activation or working parameter; gradients are reduced in fp32 either way."""
-        return 4 if self is Precision.FP32 else 2
+        return 2 if self is Precision.BF16 else 4
 
 
 class Attention(StrEnum):
@@ -117,61 +121,6 @@ _TUNING = frozenset({"freeze", "train_only", "lora"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorParallel:
-    """How a layer behaves when its weights are split over t devices (Megatron's scheme)."""
-
-    divides: tuple[int, ...] = ()
-    """The degree must divide each of these: attention heads, key/value heads. Empty: any degree (padded vocabulary)."""
-    forward_collectives: int
-    """All-reduces in forward (a block: attention and feed-forward, so 2; with cross-attention 3)."""
-    backward_collectives: int
-    """All-reduces in backward."""
-    message_bytes: int
-    """Size of each for one sample."""
-    sequence_divides: tuple[int, ...] = ()
-    """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
-    divide each of them. Empty: it cannot be divided."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
-    """The experts of a layer: of its figures, the part that belongs to them. A router sends each token to a few."""
-
-    count: int
-    """The degree of EP must divide it."""
-    parameters: int
-    """Of all experts together; part of the layer's parameters."""
-    forward_flops: int
-    """Part of the layer's."""
-    activation_bytes: int
-    """What tokens save inside their experts; part of the layer's split_activation_bytes, divided by TP of experts."""
-    replicated_activation_bytes: int = 0
-    """What tokens save on their way in and out (copies of each token, one an expert); part of the layer's
-    replicated_activation_bytes, whole on each rank of the experts' TP."""
-    dispatch_bytes: int
-    """What one sample's tokens take on their way to the experts: tokens × experts of a token × width × element."""
-    divides: tuple[int, ...] = ()
-    """The degree of the experts' TP must divide each of these: the width inside an expert."""
-    forward_collectives: int = 1
-    """Of the layer's TP all-reduces in forward, those of the experts alone; with axes of their own they do others."""
-    backward_collectives: int = 1
-    imbalance: float = 1.0
-    """Tokens of the busiest device over the mean, where EP divides the experts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedLoss:
-    """What a head has that can compute its loss in chunks of tokens, keeping no logits."""
-
-    logits: int
-    """Of one sample: tokens × words."""
-    saved_bytes: int
-    """Of the layer's split_activation_bytes, those that are then not saved."""
-    parameters: int
-    """Of the projection: their gradient is kept from forward to backward. Divided by TP."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One layer: what the search decides about. Sizes are for one sample; embeddings and heads are layers too."""
 
@@ -203,6 +152,10 @@ class LayerSpec:
     """None: all of its parameters train, and it has no adapters."""
     fused_loss: FusedLoss | None = None
     """None: the layer has no loss that could be fused."""
+    selective: Kept | None = None
+    """With selective recompute; None: there is nothing to select, or nobody knows."""
+    but_attention: Kept | None = None
+    """With recompute of all but attention; None: it has no fused attention, or nobody knows."""
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -233,7 +186,7 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "fused_loss", "tuning"):
+        for name in ("experts", "fused_loss", "tuning", "selective", "but_attention"):
             if facts[name] is None:
                 del facts[name]
         return facts
@@ -270,6 +223,15 @@ class LayerSpec:
         """Whether the layer has sequences to divide, and the degree divides their lengths."""
         lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
         return bool(lengths) and all(length % degree == 0 for length in lengths)
+
+    def allows_grade(self, strategy: Strategy) -> bool:
+        """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
+        results can be kept are offloaded: others have little to offload. What experts with axes of their own keep is
+        not known."""
+        if not strategy.graded:
+            return True
+        facts = self.but_attention if strategy.recompute_but_attention else self.selective
+        return facts is not None and not strategy.experts
 
     def allows_experts(self, strategy: Strategy) -> bool:
         """Whether the axes of a strategy's experts divide the layer's experts; without such axes any layer goes. TP
@@ -320,6 +282,7 @@ class ModelSpec:
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and kind.allows_experts(strategy)
             and (not strategy.fused_loss or kind.fused_loss is not None)
+            and kind.allows_grade(strategy)
         )
 
     @cached_property

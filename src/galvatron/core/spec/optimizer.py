@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from galvatron.core.errors import InvalidInput
 
-__all__ = ["ADAMW", "GRADIENT_BYTES", "OPTIMIZERS", "SGD", "OptimizerSpec", "optimizer_named"]
+__all__ = ["ADAMW", "ADAMW_BF16", "GRADIENT_BYTES", "OPTIMIZERS", "SGD", "OptimizerSpec", "optimizer_named"]
 
 _MASTER_BYTES = 4
 GRADIENT_BYTES = 4
@@ -28,7 +28,7 @@ class OptimizerSpec:
     traffic_bytes: int
     """What one step reads and writes: master, gradient and states."""
     torch_classes: tuple[str, ...]
-    """The class of ``torch.optim`` that trains, then those that keep and move the same."""
+    """The class that trains, of ``torch.optim`` or of ours, then those that keep and move the same."""
     fused: bool
     """Whether PyTorch has fused kernels for these on CPUs and GPUs."""
     settings: tuple[str, ...]
@@ -59,7 +59,17 @@ SGD = OptimizerSpec(
     settings=("momentum",),
 )
 
-OPTIMIZERS = (ADAMW, SGD)
+ADAMW_BF16 = OptimizerSpec(
+    name="adamw-bf16",
+    state_bytes=4,  # two moments in bf16
+    traffic_bytes=20,  # as AdamW, the moments at half their size
+    torch_classes=("AdamWBF16",),
+    fused=True,
+    settings=("betas",),
+)
+"""AdamW with moments in bf16, beside masters and gradients in fp32."""
+
+OPTIMIZERS = (ADAMW, ADAMW_BF16, SGD)
 
 
 def optimizer_named(name: str, *, where: str = "optimizer") -> OptimizerSpec:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["LayerMemory", "LayerTime", "ModelProfile"]
+__all__ = ["LayerGrade", "LayerMemory", "LayerTime", "ModelProfile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,21 @@ class LayerMemory:
     sequence_parallel: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGrade:
+    """One kind of layer with some of its results kept and the rest recomputed, on one device without TP."""
+
+    layer: str
+    grade: str
+    """As strategies write it: "rs", "ra"."""
+    share: float
+    """Of a sample's forward, what recomputing takes for each sample."""
+    fixed_s: float = 0.0
+    """What it takes besides, however few the samples."""
+    activation_bytes: int
+    """Saved for backward by one sample, the layer's input included."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """Layers of one model on one kind of device; kinds that are missing are priced by their operations and sizes."""
@@ -65,6 +80,7 @@ class ModelProfile:
     name: str
     times: tuple[LayerTime, ...]
     memory: tuple[LayerMemory, ...] = ()
+    grades: tuple[LayerGrade, ...] = ()
     source: str = ""
 
     @cached_property
@@ -80,7 +96,13 @@ class ModelProfile:
                 del time["ep"]
             if not time["fused_loss"]:
                 del time["fused_loss"]
+        if not self.grades:
+            del facts["grades"]
         return facts
+
+    def grade_of(self, layer: str, grade: str) -> LayerGrade | None:
+        """What was measured of a kind of layer with some results kept."""
+        return next((one for one in self.grades if (one.layer, one.grade) == (layer, grade)), None)
 
     def time_of(
         self, layer: str, tp: int = 1, *, sequence_parallel: bool = False, fused_loss: bool = False

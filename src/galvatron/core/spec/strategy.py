@@ -115,6 +115,11 @@ class Strategy(LayerSwitches):
         """The factors of the rank that the axes of these kinds own for the experts."""
         return _owned_factors(self.experts or self.axes, kinds)
 
+    @property
+    def graded(self) -> bool:
+        """Whether the layer keeps some results for backward and recomputes the rest, or keeps them on the host."""
+        return self.selective_recompute or self.recompute_but_attention or self.offload
+
     @cached_property
     def token_slices(self) -> Factors:
         """The factors by which TP ranks, which hold the same tokens, divide these among them before their experts."""

@@ -93,13 +93,55 @@ class LayerSwitches:
             "switch": Switch(
                 text="rc",
                 title="recompute",
-                help="Recompute, chosen layer by layer.",
+                help="Recompute, chosen layer by layer; without it no grades of it.",
                 note="recomputed in backward",
                 remedy="keep only each layer's input and run forward again",
             )
         },
     )
     """Keep only the layer's input and run its forward again in backward."""
+    selective_recompute: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="rs",
+                title="selective recompute",
+                help="Recompute of all but matrix products and attention.",
+                note="all but matrix products and attention recomputed",
+                without=frozenset({"recompute"}),
+                remedy="keep the results of matrix products and attention and recompute the rest",
+            )
+        },
+    )
+    """Keep the results of products with weights, of fused attention and of collectives; recompute the rest."""
+    recompute_but_attention: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="ra",
+                title="recompute but attention",
+                help="Recompute of all but attention.",
+                note="all but attention recomputed",
+                without=frozenset({"recompute", "selective_recompute"}),
+                remedy="keep the results of attention beside each layer's input and recompute the rest",
+            )
+        },
+    )
+    """Keep the layer's input and the results of fused attention and of collectives; recompute the rest."""
+    offload: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="host",
+                title="offload",
+                help="Saved activations in the host's memory.",
+                note="saved activations in the host's memory",
+                without=frozenset({"recompute", "selective_recompute", "recompute_but_attention"}),
+                remedy="keep saved activations in the host's memory",
+            )
+        },
+    )
+    """Copy what the layer saves for backward to the host's memory, and back one layer ahead."""
     sequence_parallel: bool = field(
         default=False,
         metadata={
@@ -136,7 +178,7 @@ class LayerSwitches:
                 title="fused loss",
                 help="Loss in chunks, without keeping logits.",
                 note="loss in chunks, no logits kept",
-                without=frozenset({"recompute"}),
+                without=frozenset({"recompute", "selective_recompute", "recompute_but_attention", "offload"}),
                 remedy="compute the loss in chunks and keep no logits",
             )
         },
@@ -183,6 +225,9 @@ class SwitchChoices(TypedDict, total=False):
     """What a user may say about each switch of :class:`Switches`; None or nothing: the default."""
 
     recompute: bool | None
+    selective_recompute: bool | None
+    recompute_but_attention: bool | None
+    offload: bool | None
     sequence_parallel: bool | None
     zero2: bool | None
     fused_loss: bool | None

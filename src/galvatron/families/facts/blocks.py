@@ -112,6 +112,8 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
         replicated=inputs,
         # Each projection makes a gradient of the same input; they are summed in pairs.
         gradient=2 * inputs,
+        result=(shape.queries * inner + kv_tokens * kv_inner) * element,
+        result_split=True,
     )
     output = linear(shape.queries, inner, shape.hidden, Split.ROWS, element=element, bias=shape.output_bias)
     core = _fused_core(shape, element) if _is_fused(shape, training) else _eager_core(shape, training)
@@ -121,7 +123,7 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
 def _is_fused(shape: AttentionShape, training: Training) -> bool:
     # No fused kernel of CUDA takes grouped heads in fp32: PyTorch falls back to maps, and saves what eager saves.
     grouped = shape.kv_heads != shape.heads
-    return training.attention is Attention.FUSED and not (grouped and training.precision is Precision.FP32)
+    return training.attention is Attention.FUSED and not (grouped and training.precision is not Precision.BF16)
 
 
 def _fused_core(shape: AttentionShape, element: int) -> tuple[Op, ...]:
@@ -136,6 +138,9 @@ def _fused_core(shape: AttentionShape, element: int) -> tuple[Op, ...]:
             gradient=q + kv,
             # A learned bias gets its gradient as a whole map before that is summed over the batch.
             scratch=shape.heads * shape.queries * shape.span * element if shape.fused_bias_bytes else 0,
+            result=q + shape.heads * shape.queries * FP32,
+            result_split=True,
+            attends=True,
         ),
     )
 
@@ -258,7 +263,8 @@ def paper_block(block: LayerSpec, training: Training) -> LayerSpec:
     """
     if training.attention is not Attention.PAPER:
         return block
-    return replace(block, transient_bytes=int(_PAPER_BLOCK_SHARE * block.activation_bytes))
+    working = int(_PAPER_BLOCK_SHARE * block.activation_bytes)
+    return replace(block, transient_bytes=working, selective=None, but_attention=None)
 
 
 def class_head(tokens: int, hidden: int, labels: int, training: Training, *, pooled: bool) -> LayerSpec:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from galvatron.core.spec.model import LayerSpec, TensorParallel
+from galvatron.core.spec.model import Kept, LayerSpec, TensorParallel
 
 __all__ = [
     "ACTIVATIONS",
@@ -28,6 +28,8 @@ __all__ = [
     "residual",
 ]
 
+_LEAST_PRODUCTS = 2
+"""With fewer (a head, a merge of patches) recompute in part would keep next to everything."""
 FP32 = 4
 """Bytes of a statistic, a log-sum-exp or a loss, whatever the precision of training."""
 ID_BYTES = 8
@@ -68,6 +70,14 @@ class Op:
     """Bytes its backward hands on: the gradient of its inputs."""
     scratch: int = 0
     """Bytes its backward allocates and frees again."""
+    result: int = 0
+    """Bytes of its result where selective recompute keeps that: of products with weights, and of fused attention."""
+    result_split: bool = False
+    """Whether tensor parallelism divides it."""
+    reduced: bool = False
+    """Whether tensor-parallel ranks sum it up."""
+    attends: bool = False
+    """Fused attention."""
     held: int = 0
     """Bytes of other gradients that wait while its backward runs (the skip connection's, say)."""
 
@@ -87,6 +97,9 @@ def linear(tokens: int, fan_in: int, fan_out: int, split: Split, *, element: int
         split=inputs if split is Split.ROWS else 0,
         replicated=0 if split is Split.ROWS else inputs,
         gradient=inputs,
+        result=tokens * fan_out * element,
+        result_split=split is Split.COLUMNS,
+        reduced=split is Split.ROWS,
     )
 
 
@@ -158,4 +171,26 @@ def layer(
         boundary_bytes=boundary,
         transient_bytes=transient,
         tensor_parallel=tensor_parallel,
+        selective=_kept(ops, whole=whole, products=True),
+        but_attention=_kept(ops, whole=whole, products=False),
+    )
+
+
+def _kept(ops: tuple[Op, ...], *, whole: bool, products: bool) -> Kept | None:
+    """What stays where all is recomputed but products and attention, or but attention; None where it is next to
+    nothing. What follows the last operation that saves anything is not run again, and its results are not kept.
+
+    ``whole``: tensor parallelism does not split the layer.
+    """
+    last = max((place for place, op in enumerate(ops) if op.split + op.replicated), default=0)
+    again = ops[:last]
+    kept = [op for op in again if op.result and (op.attends or products)]
+    if len(kept) < (_LEAST_PRODUCTS if products else 1):
+        return None
+    split = sum(op.result for op in kept if op.result_split and not whole)
+    return Kept(
+        split_bytes=split,
+        replicated_bytes=sum(op.result for op in kept) - split,
+        sent_bytes=0 if whole or products else sum(op.result for op in again if op.reduced),
+        flops=sum(op.flops for op in again if op not in kept),
     )

@@ -19,6 +19,7 @@ from galvatron.processes.peers import Peers
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
 from galvatron.runtime.optimizers import torch_class
+from galvatron.runtime.products import has_tf32, products
 
 __all__ = ["device_facts", "device_name", "device_probes"]
 
@@ -72,10 +73,20 @@ def device_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
         yield DeviceProbe.ALONE, _computing(fp32, peers) if peers.rank == 0 else Probe(_nothing)
     if kind == "cuda" and torch.cuda.is_bf16_supported():
         yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device, _TOKENS[kind]), peers)
+    if has_tf32(device):
+        yield DeviceProbe.TF32, _computing(_with_tf32(fp32), peers)
     yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), peers)
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), peers)
     if peers.world > 1:
         yield from _overlap_probes(peers)
+
+
+def _with_tf32(work: Callable[[], object]) -> Callable[[], object]:
+    def with_tf32() -> None:
+        with products(tf32=True):
+            work()
+
+    return with_tf32
 
 
 def _nothing(calls: int) -> tuple[float, ...]:

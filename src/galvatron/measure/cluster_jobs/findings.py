@@ -47,6 +47,7 @@ class DeviceProbe(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    TF32 = "tf32"
     ALONE = "alone"
     """The work of FP32 on rank 0 while the others wait; in seconds as if they did not."""
     OVERHEAD = "overhead"
@@ -69,7 +70,7 @@ class DeviceFacts:
     memory_bytes: int
     reserved_bytes: int
     layer_flops: int
-    """Of one call of FP32 and of BF16."""
+    """Of one call of FP32, of BF16 and of TF32."""
     optimizer_parameters: int
 
 

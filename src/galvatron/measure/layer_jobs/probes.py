@@ -29,6 +29,8 @@ class Variant:
     """With its experts divided over so many data-parallel ranks; tokens stay where they are, as many as would come."""
     fused_loss: bool = False
     """With its loss in chunks."""
+    grade: str = ""
+    """With all but some results recomputed, as strategies write it: "rs", "ra"."""
 
     @property
     def strategy(self) -> str:
@@ -40,12 +42,14 @@ class Variant:
                 sequence_parallel=self.sequence_parallel,
                 recompute=self.recompute,
                 fused_loss=self.fused_loss,
+                selective_recompute=self.grade == "rs",
+                recompute_but_attention=self.grade == "ra",
             )
         )
 
     @property
     def plain(self) -> bool:
-        """Whether it is nothing but a split: what it keeps is weighed."""
+        """Whether it is nothing but a split, or a grade of recompute: what it keeps is weighed."""
         return not (self.sharded or self.recompute or self.fused_loss) and self.ep == 1
 
     @property
@@ -102,7 +106,7 @@ _BYTES_OF_A_PARAMETER = 16
 
 def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple[Variant, ...]:
     """Every kind of layer whole, split as far as it can be, with its experts divided, with its parameters sharded, and
-    recomputed."""
+    recomputed as a whole and in part."""
     first = {layer.name: index for index, layer in reversed(list(enumerate(model.layers)))}
     other = [
         Variant(
@@ -133,7 +137,13 @@ def variants_of(model: ModelSpec, degrees: Sequence[int], devices: int) -> tuple
         for degree in divisors(devices)
         if degree > 1 and kind.experts is not None and kind.experts.count % degree == 0
     ]
-    return (*split, *divided, *other)
+    graded = [
+        Variant(layer=kind.name, index=first[kind.name], tp=1, sequence_parallel=False, grade=grade)
+        for kind in model.kinds
+        for grade, facts in (("rs", kind.selective), ("ra", kind.but_attention))
+        if facts is not None
+    ]
+    return (*split, *divided, *other, *graded)
 
 
 def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -> tuple[LayerProbe, ...]:

@@ -30,6 +30,7 @@ from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
 from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.products import check_tf32, products, tf32_of
 from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["Bench"]
@@ -46,6 +47,7 @@ class Bench:
     def __init__(self, model: ModelSpec, peers: Peers) -> None:
         if model.config is None:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
+        check_tf32(model.training.precision, peers.device)
         self._model, self._peers = model, peers
         self._layered = self._made()
         self._weights = CheapWeights(self._layered)
@@ -56,6 +58,7 @@ class Bench:
             master_dtype=torch.float32,
             seed=0,
             compile=compiles(model.training.compile, peers.device),
+            tf32=tf32_of(model.training.precision),
         )
         self._assemblies: dict[Variant, Assembly] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
@@ -196,6 +199,10 @@ class Bench:
             self._kept[number, *shape] = kept.normal_(std=_SPREAD)
         return kept[:samples].detach().requires_grad_()
 
+    @property
+    def tf32(self) -> bool | None:
+        return self._settings.tf32
+
     def is_last(self, variant: Variant) -> bool:
         return variant.index == len(self._layered.layers) - 1
 
@@ -204,7 +211,7 @@ class _Run:
     """One layer with the samples it is given again and again."""
 
     def __init__(self, bench: Bench, variant: Variant, samples: int) -> None:
-        self._assembly = bench.assembly(variant)
+        self._assembly, self._tf32 = bench.assembly(variant), bench.tf32
         self._inputs, self._micro_batch, self._targets = bench.inputs(variant, samples)
         self._first, self._last = variant.index == 0, bench.is_last(variant)
         self._outputs: Activations = ()
@@ -212,12 +219,20 @@ class _Run:
         self.output_bytes = 0
 
     def forward(self) -> None:
+        with products(tf32=self._tf32):
+            self._forward()
+
+    def backward(self) -> None:
+        with products(tf32=self._tf32):
+            self._backward()
+
+    def _forward(self) -> None:
         if self._first:
             self._micro_batch.release()  # masks and positions are made once a micro-batch: in its first layer
         self._outputs = self._assembly.stage(self._inputs, self._micro_batch, (0, 0))
         self.output_bytes = _bytes(self._outputs)
 
-    def backward(self) -> None:
+    def _backward(self) -> None:
         outputs, self._outputs = self._outputs, ()
         for unit in self._assembly.units:
             unit.expect_backward(last=False)

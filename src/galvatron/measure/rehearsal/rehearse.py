@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import LayeredModel
@@ -42,7 +43,9 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
     batch = _batch(layered, plan)
     meter = meter_for(device)
     with kernels_for(device), meter:
-        model = parallelize(None, plan, weights=weights, device=device, check=False)  # there may be no others
+        # On a CPU, which has no TF32, what takes the same memory; and there may be no others to compare with.
+        dtype = torch.float32 if plan.model.training.precision is Precision.TF32 and device.type == "cpu" else None
+        model = parallelize(None, plan, weights=weights, device=device, dtype=dtype, check=False)
         optimizer = model.optimizer()
         local = next(model.local_batches([batch]))
 

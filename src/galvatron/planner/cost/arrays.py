@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.core.spec import (
-    GRADIENT_BYTES,
     LAYER_SWITCHES,
     Axis,
     Cluster,
-    FusedLoss,
     Kind,
     LayerSpec,
     ModelProfile,
@@ -26,6 +24,7 @@ from galvatron.core.spec import (
     Strategy,
 )
 from galvatron.core.spec.tuning import Tuning
+from galvatron.planner.cost.columns import GradeColumns, LossColumns, grade_columns, loss_columns
 from galvatron.planner.cost.communication import Floats, GroupLinks
 from galvatron.planner.cost.layer_times import measured_times
 
@@ -35,7 +34,6 @@ __all__ = [
     "ExpertGroups",
     "Integers",
     "LayerArrays",
-    "LossColumns",
     "Places",
     "StrategyArrays",
     "expert_groups",
@@ -68,21 +66,6 @@ class ExpertColumns:
     rest_forward_s: Floats
     """(T, S) … and the part outside them."""
     rest_backward_s: Floats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossColumns:
-    """What each kind of layer has whose loss can be fused; zero for others."""
-
-    logits: Floats
-    saved_bytes: Floats
-    parameters: Floats
-    gradient_bytes: Floats
-    """Of the projection's weight, as it is kept."""
-    compiled: Bools
-    """Whether a chunk's loss is one kernel, where its vocabulary is whole."""
-    chunk_s: Floats
-    """Reading and writing the sum of that gradient once, in fp32; zero where a profile has it in its times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +112,8 @@ class LayerArrays:
     tp_message_bytes: Floats
     experts: ExpertColumns
     fused: LossColumns
+    selective: GradeColumns
+    but_attention: GradeColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
@@ -137,7 +122,7 @@ class LayerArrays:
         """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
 
         def taken(table: Any) -> Any:
-            if isinstance(table, ExpertColumns | LossColumns):
+            if isinstance(table, ExpertColumns | LossColumns | GradeColumns):
                 return type(table)(**{each.name: taken(getattr(table, each.name)) for each in fields(table)})
             return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
 
@@ -174,6 +159,9 @@ class StrategyArrays:
     own: Bools
     """Whether the experts have axes of their own."""
     recompute: Bools
+    selective_recompute: Bools
+    recompute_but_attention: Bools
+    offload: Bools
     fused_loss: Bools
     sequence_parallel: Bools
     zero2: Bools
@@ -263,7 +251,9 @@ def layer_arrays(
         tp_backward_collectives=column([0 if tp is None else tp.backward_collectives for tp in tensor]),
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
-        fused=_loss_columns(model, cluster, profile),
+        fused=loss_columns(model, cluster, profile),
+        selective=grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
+        but_attention=grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -304,21 +294,6 @@ def _expert_columns(
         backward_s=backward_s * inside,
         rest_forward_s=forward_s * (1 - share),
         rest_backward_s=backward_s * (1 - share),
-    )
-
-
-def _loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:
-    measured = {time.layer for time in profile.times if time.fused_loss} if profile else set()
-    counted = np.array([[kind.name not in measured] for kind in model.kinds])
-    facts = [kind.fused_loss or FusedLoss(logits=0, saved_bytes=0, parameters=0) for kind in model.kinds]
-    parameters = np.array([[own.parameters] for own in facts], dtype=np.float64)
-    return LossColumns(
-        logits=np.array([[own.logits] for own in facts], dtype=np.float64),
-        saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
-        parameters=parameters,
-        gradient_bytes=parameters * model.training.precision.bytes,
-        compiled=np.full(parameters.shape, model.training.compile),
-        chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,
     )
 
 

@@ -38,6 +38,7 @@ from galvatron.planner.cost.communication import (
     reduce_scatter_s,
 )
 from galvatron.planner.cost.conventions import working_sets
+from galvatron.planner.cost.grades import full_activation_bytes
 from galvatron.planner.cost.inputs import CostInputs
 from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables, rounded_up
 
@@ -232,9 +233,7 @@ class ExpertCosts:
     def _sample_work_bytes(self) -> Floats:
         """Gradients inside the layer's backward, copies of tokens, and what recompute restores, of one sample."""
         layers, arrays, columns = self._layers, self._arrays, self._layers.experts
-        outside = np.maximum(
-            memory.full_activation_bytes(layers, arrays) - memory.following_expert_bytes(layers, arrays), 0.0
-        )
+        outside = np.maximum(full_activation_bytes(layers, arrays) - memory.following_expert_bytes(layers, arrays), 0.0)
         restored = arrays.recompute * (outside + self._full_bytes)
         copies = (1 + columns.imbalance) * columns.dispatch_bytes / self._slices.size
         inside = columns.imbalance * memory.working_bytes(layers, arrays, self.cost.conventions)

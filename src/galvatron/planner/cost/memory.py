@@ -14,6 +14,7 @@ from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.computation import following_experts
 from galvatron.planner.cost.conventions import Conventions
+from galvatron.planner.cost.grades import full_activation_bytes, graded_bytes, input_bytes
 
 __all__ = [
     "EARLY_GRADIENT",
@@ -21,7 +22,6 @@ __all__ = [
     "activation_bytes",
     "following_expert_bytes",
     "forward_bytes",
-    "full_activation_bytes",
     "late_gradient_bytes",
     "shared_bytes",
     "state_bytes",
@@ -91,12 +91,12 @@ def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precisio
 
 
 def activation_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays) -> Floats:
-    """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed; without what
-    experts with axes of their own save."""
-    sequence = np.where(strategies.sequence_parallel, strategies.tp.size, 1.0)
+    """Saved for backward by one micro-batch: all of it, or only the layer's input where it is recomputed, some results
+    where these are kept, nothing where it is offloaded; without what experts with axes of their own save."""
     full = full_activation_bytes(layers, strategies)
     apart = strategies.own * np.minimum(full, following_expert_bytes(layers, strategies))
-    kept = np.where(strategies.recompute, layers.input_bytes / sequence, full - apart)
+    kept = graded_bytes(full, layers, strategies) - apart
+    kept = np.where(strategies.recompute, input_bytes(layers, strategies), kept)
     saved: Floats = samples * kept + strategies.fused_loss * layers.fused.gradient_bytes / strategies.tp.size
     total: Floats = layers.has_backward * saved
     return total
@@ -121,7 +121,10 @@ def transient_bytes(
     them. Experts with axes of their own count the work of the layer, and take the places that it frees.
     """
     parameters = weights.held
-    restored = strategies.recompute * layers.has_backward * full_activation_bytes(layers, strategies)
+    full = full_activation_bytes(layers, strategies)
+    restored = np.where(strategies.recompute, full, full - graded_bytes(full, layers, strategies))
+    # While an offloaded layer goes backward, what the one before it saved comes back.
+    restored = layers.has_backward * restored * np.where(strategies.offload, 2, 1)
     whole_loss = samples * (working_bytes(layers, strategies, conventions) + restored) * ~strategies.own
     work = np.where(strategies.fused_loss, _chunk_bytes(samples, layers, strategies, precision), whole_loss)
     sharded = strategies.sdp.size > 1
@@ -187,17 +190,6 @@ def working_bytes(layers: LayerArrays, strategies: StrategyArrays, conventions: 
     whole = np.where(strategies.sequence_parallel, (2 + 3 / strategies.tp.size) * message, outside)
     counted = np.where(split > 1, np.maximum(divided, whole), layers.transient_bytes)
     return np.where(np.isnan(layers.measured_transient_bytes), counted, layers.measured_transient_bytes)
-
-
-def full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:
-    """What one sample saves for backward without recompute, experts that follow the rest of the layer included."""
-    split = np.where(layers.splits > 0, strategies.tp.size, 1.0)
-    replicas = np.where(strategies.sequence_parallel & (layers.splits > 0), strategies.tp.size, 1.0)
-    counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
-    known = np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)
-    logits = strategies.fused_loss * layers.fused.saved_bytes / split
-    total: Floats = np.maximum(known - logits, 0)
-    return total
 
 
 def following_expert_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Floats:

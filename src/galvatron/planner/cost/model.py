@@ -21,7 +21,7 @@ from galvatron.core.spec import (
     Layout,
     Strategy,
 )
-from galvatron.planner.cost import computation, memory
+from galvatron.planner.cost import computation, grades, memory
 from galvatron.planner.cost.arrays import Places, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
     Floats,
@@ -73,6 +73,7 @@ class StageCosts:
         """``rows``: the kinds of layer to price, without which all are."""
         self.cost = cost
         kinds = [cost.model.kinds[row] for row in (range(len(cost.model.kinds)) if rows is None else rows)]
+        self.kinds = kinds
         self.strategies = strategies
         self.devices = cost.cluster.devices // pipeline_degree
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(strategy.layout for strategy in strategies))
@@ -144,6 +145,8 @@ class StageCosts:
         samples = micro_batch / arrays.data
         forward = computation.forward_s(samples, layers)
         backward = computation.backward_s(samples, layers, arrays)
+        backward = backward + grades.graded_s(samples, layers, arrays, cluster.device)
+        waiting = grades.offload_s(samples, layers, arrays, cluster.device, (forward, backward))
 
         message = samples * layers.tp_message_bytes
         gather_s = all_gather_s(message, arrays.tp)
@@ -157,10 +160,13 @@ class StageCosts:
         trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         trains = (trained > 0) | (trained == parameters)  # a layer without parameters is charged as it always was
         tp_forward = forward_count * reduce_s
+        # Recompute repeats forward, or with reductions kept its gathers of inputs; sequence parallelism gathers inputs
+        # again for the weights' gradients.
+        regather_s = arrays.recompute_but_attention * arrays.sequence_parallel * gather_s
         tp_again = (
-            forward_count * arrays.recompute * layers.has_backward * reduce_s
+            forward_count * layers.has_backward * (arrays.recompute * reduce_s + regather_s)
             + backward_count * arrays.sequence_parallel * trains * gather_s
-        )  # recompute repeats forward; sequence parallelism gathers inputs again for the weights' gradients
+        )
         tp_s = tp_forward + backward_count * reduce_s + tp_again
 
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
@@ -185,7 +191,7 @@ class StageCosts:
         sync = np.where(arrays.zero2 | ~trains, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
-            compute_s=forward + backward,
+            compute_s=forward + backward + waiting,
             tp_s=tp_s,
             ep_s=np.zeros((1, 1)),
             sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
@@ -241,7 +247,7 @@ class StageCosts:
             late, then = memory.late_gradient_bytes(saved, weights, micro_batches, layers, arrays, precision)
             states, transient = states - late, transient + then
         return Tables(
-            time_ns=np.where(self._possible(micro_batch), time, NEVER),
+            time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), time, NEVER),
             state_bytes=rounded_up(states),
             activation_bytes=rounded_up(saved),
             transient_bytes=rounded_up(transient),
@@ -254,6 +260,17 @@ class StageCosts:
     def _possible(self, micro_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
         possible: NDArray[np.bool_] = self._allowed & (micro_batch % self.data_degree == 0)
         return possible
+
+    def _fits_host(self, samples: Floats, micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the host has room for what is offloaded, even if all layers of the model are in one stage."""
+        room = self.cost.cluster.device.host_memory_bytes
+        if room is None or not self._arrays.offload.any():
+            return np.ones((1, 1), dtype=np.bool_)
+        counts = np.array([self.cost.model.layers.count(kind) for kind in self.kinds])[:, None]
+        each = counts * grades.full_activation_bytes(self._layers, self._arrays)
+        in_flight = np.minimum(micro_batches, self._pipeline_degree)
+        fits: NDArray[np.bool_] = in_flight * samples * each.sum(axis=-2, keepdims=True) <= room
+        return fits | ~self._arrays.offload
 
     def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
         """Places of the layers in a stage that share a tied weight, its owner before those that use it; fewer than
@@ -323,6 +340,12 @@ class StageCosts:
 
 def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
     """Whether a strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
+    if strategy.offload and not cost.cluster.device.offloads:
+        return False
     if not strategy.experts:
         return cost.model.allows(kind, strategy)
-    return kind.experts is not None and cost.model.allows(kind, replace(strategy, experts=()))
+    return (
+        kind.allows_grade(strategy)
+        and kind.experts is not None
+        and cost.model.allows(kind, replace(strategy, experts=()))
+    )

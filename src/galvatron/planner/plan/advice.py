@@ -118,7 +118,7 @@ def _remedies(request: Request) -> list[str]:
             break
     training = request.model.training
     leaner = []
-    if training.precision is Precision.FP32 and request.cluster.device.bf16_flops_per_s is not None:
+    if training.precision is not Precision.BF16 and request.cluster.device.bf16_flops_per_s is not None:
         leaner.append("--precision bf16")
     if training.attention is not Attention.FUSED:
         leaner.append("--attention fused")

@@ -12,7 +12,7 @@ from galvatron.core.spec.switches import SWITCHES, SwitchChoices
 __all__ = ["Setup", "help_of", "setup_fields"]
 
 _SCHEDULES = " or ".join(schedule.name for schedule in SCHEDULES)
-_OPTIMIZERS = " or ".join(optimizer.name for optimizer in OPTIMIZERS)
+_OPTIMIZERS = ", ".join(optimizer.name for optimizer in OPTIMIZERS)
 
 
 class _Sizes(TypedDict, total=False):
@@ -26,7 +26,7 @@ class _Sizes(TypedDict, total=False):
     space: Annotated[str, "full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
     schedule: Annotated[str | None, f"{_SCHEDULES} (default {ONE_F_ONE_B.name})."]
     cuts: Annotated[str | None, "exact (default), or a guideline of the paper: layers, parameters, memory, time."]
-    precision: Annotated[str | None, "fp32 or bf16 (default: bf16 where the device has it)."]
+    precision: Annotated[str | None, "fp32, tf32 (its products only) or bf16 (default: bf16 where the device has it)."]
     attention: Annotated[str | None, "fused (default), eager, or paper."]
     dropout: Annotated[bool | None, "Default: as the model's configuration."]
     sequence_length: Annotated[int | None, "Tokens a sample (default: the model's own)."]

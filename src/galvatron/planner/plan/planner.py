@@ -285,7 +285,11 @@ class _Pricing:
             kind = self.request.model.layers[index]
             whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None and not kind.experts
             reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
-            if not kind.allows_experts(strategy):
+            if strategy.offload and not self.request.cluster.device.offloads:
+                reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
+            elif not kind.allows_grade(strategy):
+                reason = "nobody knows what it keeps then; use +rc or keep all"
+            elif not kind.allows_experts(strategy):
                 reason = "it has no experts" if kind.experts is None else "its experts do not divide"
             raise InvalidInput(
                 f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "

@@ -179,6 +179,11 @@ def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, wh
         raise InvalidInput(f"{where}.strategy: {text!r} divides experts, but {layer.name!r} has {having}")
     if strategy.fused_loss and layer.fused_loss is None:
         raise InvalidInput(f"{where}.strategy: {text!r} fuses a loss, but {layer.name!r} has none that can be")
+    if not layer.allows_grade(strategy):
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} keeps some results of {layer.name!r} or has them on the host, but the plan's "
+            "model does not say what they are"
+        )
     if strategy.experts and not plan.space.expert_parallel:
         raise InvalidInput(f"{where}.strategy: {text!r} has ep, which space.expert_parallel says was off")
     for name in (switch.name for switch in LAYER_SWITCHES):

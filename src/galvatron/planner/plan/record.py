@@ -217,6 +217,9 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
+        for name in ("selective_recompute", "recompute_but_attention", "offload"):
+            if not facts["space"][name]:
+                del facts["space"][name]
         if all(kind.experts is None for kind in self.model.kinds):
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:

@@ -68,10 +68,16 @@ def request_for(
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if setup.get("offload") and not cluster.device.offloads:
+        raise InvalidInput(
+            f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
+            "device.host_bandwidth and device.host_memory, or drop --offload"
+        )
     training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if isinstance(model, ModelSpec):
         _reject_tuning(training, model)
+        _reject_other_training(setup, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
     seen = known.training.image_size if known.training.image_tokens is not None else None
     if training.image_size is not None and seen != training.image_size:
@@ -111,6 +117,17 @@ def _reject_tuning(asked: Training, model: ModelSpec) -> None:
             f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
             "other parameters are frozen or none; give the model's name, folder or configuration"
         )
+
+
+def _reject_other_training(setup: Setup, model: ModelSpec) -> None:
+    """Figures were counted for one way of training; another that is asked for would be ignored."""
+    for name in ("precision", "attention", "dropout", "sequence_length"):
+        asked, given = setup.get(name), getattr(model.training, name)
+        if asked is not None and asked != given:
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: {asked} given, but {model.name!r} was described for {given}; describe it "
+                "for that, or leave it out"
+            )
 
 
 def _lora(setup: Setup) -> Lora | None:
@@ -222,8 +239,11 @@ def _schedule(setup: Setup) -> Schedule:
 
 
 def _switches(setup: Setup, cluster: Cluster) -> Switches:
-    """The extensions: as said, else by default; in the paper's setting none."""
+    """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
+    grades either, unless asked for."""
     default = PAPER if setup.get("paper") else default_switches(cluster)
+    if setup.get("recompute") is False:
+        default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
     return replace(default, **said)
 

@@ -60,7 +60,7 @@ def layers_view(model: ModelSpec) -> RenderableType:
 
 def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
     """The clusters known by name, as a table."""
-    table = _table("name", "devices", "device", "memory", "fp32", "bf16", "islands")
+    table = _table("name", "devices", "device", "memory", "fp32", "tf32", "bf16", "islands")
     for cluster in clusters:
         device = cluster.device
         table.add_row(
@@ -69,7 +69,7 @@ def clusters_view(clusters: Sequence[Cluster]) -> RenderableType:
             device.name,
             format_bytes(device.memory_bytes),
             _rate(device.fp32_flops_per_s),
-            "–" if device.bf16_flops_per_s is None else _rate(device.bf16_flops_per_s),
+            *("–" if rate is None else _rate(rate) for rate in (device.tf32_flops_per_s, device.bf16_flops_per_s)),
             " × ".join(f"{level.units} ({level.name})" for level in cluster.levels),
         )
     return table

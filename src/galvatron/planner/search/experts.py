@@ -78,7 +78,9 @@ class ExpertChoices:
         usable = [
             each
             for each in strategies
-            if any(cost.model.allows(kind, each) for kind in kinds) and _tensors(*_class(each)[:2]) & tensors
+            if not each.graded
+            and any(cost.model.allows(kind, each) for kind in kinds)
+            and _tensors(*_class(each)[:2]) & tensors
         ]
         return cls(cost, usable, [axes for axes, _ in possible], degree) if usable else None
 

@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
 from galvatron.runtime.data_parallel.shards import part_of
+from galvatron.runtime.selective import keeping
+from galvatron.runtime.tensor_parallel import operators
 
 __all__ = ["Routing", "exchange", "gather_tokens", "slice_tokens"]
 
@@ -40,7 +42,10 @@ class Routing:
         ranks = group.size()
         here = count // ranks
         sending = chosen.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen))
-        receiving = collectives.all_to_all(sending, None, None, group).view(ranks, here)
+        if keeping():
+            receiving = _counts_node(sending, group.group_name).view(ranks, here)
+        else:
+            receiving = collectives.all_to_all(sending, None, None, group).view(ranks, here)
         # The one place where the processor waits for the device.
         sent, received = torch.stack([sending.view(ranks, here).sum(1), receiving.sum(1)]).tolist()
         numbers = torch.arange(here, device=index.device).repeat(ranks)
@@ -54,6 +59,9 @@ class Routing:
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     """So many rows for each rank of the group, and from each."""
+    if keeping():
+        node: Tensor = _exchange_node(rows, sent, received, group.group_name)
+        return node
     arrived: Tensor = _Exchange.apply(rows, sent, received, group)
     return arrived
 
@@ -66,6 +74,9 @@ def slice_tokens(tokens: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_tokens(part: Tensor, count: int, group: ProcessGroup) -> Tensor:
     """All ``count`` tokens again. Every rank then computes the same, so backward just slices."""
+    if keeping():
+        node: Tensor = _gather_node(part, count, group.group_name)
+        return node
     whole: Tensor = _GatherTokens.apply(part, count, group)
     return whole
 
@@ -114,3 +125,42 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _sliced(gradient, ctx.group), None, None
+
+
+# The same as one operation each, for layers that keep what came from other ranks. None is ever compiled: how many rows
+# come is known only when they are counted.
+
+
+@operators.node("counts", "(Tensor counts, str group) -> Tensor", sends=True)
+def _counts_node(counts: Tensor, group: str) -> Tensor:
+    return collectives.all_to_all(counts, None, None, collectives.group_named(group))
+
+
+@operators.node("exchange", "(Tensor rows, int[] sent, int[] received, str group) -> Tensor", sends=True)
+def _exchange_node(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    return collectives.all_to_all(rows, sent, received, collectives.group_named(group))
+
+
+@operators.node("gather_tokens", "(Tensor part, int count, str group) -> Tensor", sends=True)
+def _gather_node(part: Tensor, count: int, group: str) -> Tensor:
+    return _gathered(part, count, collectives.group_named(group))
+
+
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.sent, ctx.received, ctx.group = inputs
+
+
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, ctx.group = inputs
+
+
+_exchange_node.register_autograd(
+    lambda ctx, gradient: (
+        collectives.all_to_all(gradient, ctx.received, ctx.sent, collectives.group_named(ctx.group)), None, None, None,
+    ),
+    setup_context=_keep_exchange,
+)  # fmt: skip
+_gather_node.register_autograd(
+    lambda ctx, gradient: (_sliced(gradient, collectives.group_named(ctx.group)), None, None),
+    setup_context=_keep_gather,
+)

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from galvatron.families.layer import Activations, Layer
 from galvatron.runtime.batches import MicroBatch
 from galvatron.runtime.layout.slice_gather import LayoutChange
+from galvatron.runtime.offload import HostMemory
 from galvatron.runtime.randomness import LayerRandomness
+from galvatron.runtime.selective import Selective
 
-__all__ = ["Stage", "StageLayer"]
+__all__ = ["Saving", "Stage", "StageLayer"]
+
+
+@dataclass(kw_only=True)
+class Saving:
+    """What of a layer stays for backward, and where; all of it, on the device, where nothing else is said."""
+
+    recompute: bool = False
+    """Only its input."""
+    selective: Selective | None = None
+    """Some of its results; None also where the compiler sees to that."""
+    host: HostMemory | None = None
+    """All of it, in there."""
 
 
 class StageLayer(nn.Module):
@@ -23,10 +38,10 @@ class StageLayer(nn.Module):
     This is what FSDP2 wraps, so that a recomputed layer's parameters are gathered once for both its passes.
     """
 
-    def __init__(self, layer: Layer, randomness: LayerRandomness | None, *, recompute: bool) -> None:
+    def __init__(self, layer: Layer, randomness: LayerRandomness | None, saving: Saving) -> None:
         super().__init__()
         self.layer = layer
-        self._randomness, self._recompute = randomness, recompute
+        self._randomness, self.saving = randomness, saving
         self.after_backward: Callable[[], None] | None = None
         """Called when a micro-batch's backward has gone through the layer."""
         self.always_passed = False
@@ -48,10 +63,19 @@ class StageLayer(nn.Module):
             if self.always_passed and not any(tensor.requires_grad for tensor in activations):
                 activations = (activations[0].detach().requires_grad_(), *activations[1:])
             activations = (_WhenPassed.apply(activations[0], self.after_backward), *activations[1:])
-        if not (self._recompute and torch.is_grad_enabled()):
+        saving = self.saving
+        if not torch.is_grad_enabled():
             return run(*activations)
+        if saving.host is not None:
+            with saving.host.around(self.layer.parameters(), [context], step):
+                return run(*activations)
+        if not saving.recompute and saving.selective is None:
+            return run(*activations)
+        contexts = noop_context_fn if saving.selective is None else saving.selective.contexts
         # The layer seeds its generator itself, so no state needs to be stashed.
-        recomputed: Activations = checkpoint(run, *activations, use_reentrant=False, preserve_rng_state=False)
+        recomputed: Activations = checkpoint(
+            run, *activations, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
         return recomputed
 
 

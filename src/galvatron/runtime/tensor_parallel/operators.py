@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
+from galvatron.runtime.selective import SENT, keeping
 
 __all__ = [
     "Operator",
@@ -106,13 +107,14 @@ def _own_features(whole: Tensor, group: ProcessGroup) -> Tensor:
 _Function = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-def node(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Make a function a node of compiled graphs, which changes nothing that it is given.
+def node(name: str, schema: str, *, sends: bool = False) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Make a function a node of compiled graphs, which changes nothing that it is given. ``sends``: it communicates in
+    forward, and a layer that is recomputed with some results kept keeps its result.
 
     PyTorch keeps compiled graphs on disk and knows nodes by name alone, so the name changes with what a node takes:
     a graph that an earlier version compiled is never run with this one's nodes.
     """
-    known = f"galvatron::{name}_{zlib.crc32(schema.encode()):08x}"
+    known = f"galvatron::{SENT if sends else ''}{name}_{zlib.crc32(schema.encode()):08x}"
     return lambda function: torch.library.custom_op(known, function, mutates_args=(), schema=schema)
 
 
@@ -123,11 +125,12 @@ class Operator:
         """``grows``: the dim that forward makes longer or shorter, and whether it multiplies its length by the number
         of ranks (1), divides it (-1) or leaves it (0)."""
         self.forward, self.backward, self._grows = forward, backward, grows
+        self._sends = forward not in (_same, _own_features, sliced)
         self._node = self._traced(name)
 
     def __call__(self, tensor: Tensor, group: ProcessGroup) -> Tensor:
         result: Tensor
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self._sends and keeping()):
             result = self._node(tensor, group.group_name)
         else:
             result = _Apply.apply(tensor, group, self)
@@ -152,7 +155,7 @@ class Operator:
             return tensor.new_empty(shape)
 
         schema = "(Tensor tensor, str group) -> Tensor"
-        there = node(name, schema)(forward)
+        there = node(name, schema, sends=self._sends)(forward)
         back = node(f"{name}_backward", schema)(backward)
         there.register_fake(lambda tensor, group: empty(tensor, group, 1))
         back.register_fake(lambda tensor, group: empty(tensor, group, -1))

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from galvatron.families.lora import Adapter
 from galvatron.runtime import collectives
+from galvatron.runtime.selective import keeping
 from galvatron.runtime.tensor_parallel import operators
 
 __all__ = ["Adapted", "Entrance", "Readers", "SplitColumns", "SplitRows"]
@@ -182,7 +183,7 @@ def _project(
     adapters = [reader.adapter() for reader in readers if reader.adapter is not None]
     weights = [*(reader.matrix for reader in readers), *(adapter.down.weight for adapter in adapters)]
     biases = [*(reader.bias for reader in readers), *[None] * len(adapters)]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or keeping():
         products = _project_node(tensor, group.group_name, sequence, weights)
         outputs = [own if bias is None else own + bias for own, bias in zip(products, biases, strict=True)]
     else:
@@ -290,7 +291,7 @@ def _(tensor: Tensor, group: str, sequence: bool, weights: Sequence[Tensor]) -> 
 
 
 @operators.node(
-    "project_backward",
+    "backward_of_project",
     "(Tensor tensor, str group, bool sequence, Tensor[] weights, Tensor[] gradients, bool[] needed) -> Tensor[]",
 )
 def _backward_node(

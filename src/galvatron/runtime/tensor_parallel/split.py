@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.layer import Layer
+from galvatron.families.layer import CrossEntropy, Layer
 from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
     Attribute,
@@ -35,7 +35,12 @@ from galvatron.families.rules import (
 from galvatron.runtime.data_parallel.shards import TensorSplit, part_of
 from galvatron.runtime.tensor_parallel import operators
 from galvatron.runtime.tensor_parallel.regions import Adapted, Entrance, Readers, SplitColumns, SplitRows
-from galvatron.runtime.tensor_parallel.vocabulary import SplitCrossEntropy, SplitEmbedding, split_lookup
+from galvatron.runtime.tensor_parallel.vocabulary import (
+    Smoothing,
+    SplitCrossEntropy,
+    SplitEmbedding,
+    split_lookup,
+)
 
 __all__ = ["SplitParameters", "TensorGroup", "cut", "split"]
 
@@ -122,7 +127,7 @@ class _Splitter:
         self._columns: dict[str, SplitColumns] = {}
         self.partial: list[Tensor] = []
         """Whole ones of adapters, of whose gradient each rank has a part."""
-        self._words = range(0)
+        self._words, self._vocabulary = range(0), 0
 
     def columns(self, rule: Columns) -> None:
         path, adapter = self._adapted(rule.path)
@@ -134,7 +139,8 @@ class _Splitter:
             self._cut(f"{rule.path}.lora_B.default.weight", 0, rule.parts)
             self.partial.append(adapter.down.weight)  # each rank's gradient comes from its own rows of B
         assert weight is not None
-        self._words = part_of(_outputs(module), self.tensor.index, self.tensor.degree)
+        self._vocabulary = _outputs(module)
+        self._words = part_of(self._vocabulary, self.tensor.index, self.tensor.degree)
         if rule.gathered:
             self._even(rule.path, _outputs(module))
         replacement = SplitColumns(weight, bias, self.tensor.group, transposed=transposed)
@@ -207,7 +213,10 @@ class _Splitter:
         setattr(module, name, whole // self.tensor.degree)
 
     def loss(self, rule: VocabularyLoss) -> None:
-        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self.tensor.group))
+        whole = self.layer.get_submodule(rule.path)
+        assert isinstance(whole, CrossEntropy)
+        smoothing = Smoothing(whole.smoothing, self._vocabulary)
+        self.layer.replace_module(rule.path, SplitCrossEntropy(self._words, self.tensor.group, smoothing))
 
     def experts(self, rule: Experts) -> None:
         group = self.tensor.group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from galvatron.families.layer import IGNORED
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
-__all__ = ["SplitCrossEntropy", "SplitEmbedding", "split_lookup"]
+__all__ = ["Smoothing", "SplitCrossEntropy", "SplitEmbedding", "smoothed_target", "split_lookup"]
 
 
 class SplitEmbedding(nn.Module):
@@ -60,21 +60,46 @@ def split_lookup(module: nn.Embedding, words: range, group: ProcessGroup) -> Non
     module.register_forward_hook(add_up)
 
 
+class Smoothing(NamedTuple):
+    """Of labels (:mod:`galvatron.families.smoothing`), as a rank with some of the words must know it."""
+
+    share: float
+    vocabulary: int
+    """Words of all ranks."""
+
+    @property
+    def each(self) -> float:
+        """What each word has of each target."""
+        return self.share / self.vocabulary if self.share else 0.0
+
+
+UNSMOOTHED = Smoothing(0.0, 0)
+
+
 class SplitCrossEntropy(nn.Module):
     """The sum of negative log-probabilities from logits split by vocabulary."""
 
-    def __init__(self, words: range, group: ProcessGroup) -> None:
+    def __init__(self, words: range, group: ProcessGroup, smoothing: Smoothing = UNSMOOTHED) -> None:
         super().__init__()
-        self.words, self.group = words, group
+        self.words, self.group, self.smoothing = words, group, smoothing
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), self.words, self.group)
+        loss: Tensor = _SplitCrossEntropy.apply(
+            logits.flatten(0, -2), labels.flatten(), self.words, self.group, self.smoothing
+        )
         return loss
+
+
+def smoothed_target(shifted: Tensor, target: Tensor, smoothing: Smoothing) -> Tensor:
+    """This rank's part of what a smoothed target takes of its logits."""
+    return (1 - smoothing.share) * target + smoothing.each * shifted.sum(-1) if smoothing.share else target
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, words: range, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, words: range, group: ProcessGroup, smoothing: Smoothing
+    ) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         counted = labels != IGNORED
         mine = counted & (labels >= words.start) & (labels < words.stop)
@@ -83,18 +108,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
         highest = collectives.maximum(highest, group)
         shifted = wide - highest.unsqueeze(-1)
         target = shifted.gather(-1, local).squeeze(-1) * mine if len(words) else torch.zeros_like(highest)
+        target = smoothed_target(shifted, target, smoothing)
         shares = shifted.exp_()
         sums = collectives.all_reduce(torch.stack([shares.sum(-1), target]), group)
         shares /= sums[0].unsqueeze(-1)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.smoothing = logits.dtype, smoothing
         ctx.save_for_backward(shares, local, mine, counted)
         losses: Tensor = (sums[0].log() - sums[1]) * counted
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         shares, local, mine, counted = ctx.saved_tensors
-        by_logits = shares * (counted * gradient).unsqueeze(-1)
+        share, each = ctx.smoothing.share, ctx.smoothing.each
+        by_logits = (shares - each if share else shares) * (counted * gradient).unsqueeze(-1)
         if by_logits.shape[-1]:
-            by_logits.scatter_add_(-1, local, (mine * -gradient).to(by_logits.dtype).unsqueeze(-1))
-        return by_logits.to(ctx.dtype), None, None, None
+            by_logits.scatter_add_(-1, local, (mine * ((share - 1) * gradient)).to(by_logits.dtype).unsqueeze(-1))
+        return by_logits.to(ctx.dtype), None, None, None, None

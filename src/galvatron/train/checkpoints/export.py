@@ -24,6 +24,7 @@ from galvatron.families.lora import is_adapter
 from galvatron.families.saved import saved_names
 from galvatron.runtime.model import ParallelModel
 from galvatron.train.checkpoints.adapters import lora_of_plan, merged, merged_shapes, write_adapters
+from galvatron.train.checkpoints.companions import write_companions
 from galvatron.train.checkpoints.folder import Saved
 from galvatron.train.checkpoints.manifest import Manifest, SavedTensor, read_chunk
 from galvatron.train.checkpoints.storage import as_bytes, as_tensor
@@ -39,22 +40,24 @@ _TYPES = {
 """Names of types in safetensors."""
 
 
-def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False) -> None:
+def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False, companions: Path | None = None) -> str | None:
     """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read.
 
-    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does.
+    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does. ``companions``:
+    a folder with the tokenizer and generation settings that go with them. Returns what is missing, for people.
     """
     manifest = Manifest.read(checkpoint.path)
     parameters = manifest.parameters
     if adapters:
         chosen = {name: own for name, own in parameters.items() if is_adapter(name)}
         write_adapters(manifest.plan, ((name, _whole(checkpoint.path, own)) for name, own in chosen.items()), Path(out))
-        return
+        return None if companions is None else write_companions(companions, Path(out), None)
     tensors = parameters | manifest.buffers
     outlines = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
     facts = _facts(manifest.plan, _widened(outlines, parameters))
     whole = ((name, _whole(checkpoint.path, own)) for name, own in tensors.items())
     _write(facts, facts.stock_tensors(whole), Path(out))
+    return None if companions is None else write_companions(companions, Path(out), facts.stock)
 
 
 def export_model(model: ParallelModel, out: str | Path, *, adapters: bool = False) -> None:

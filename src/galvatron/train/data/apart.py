@@ -44,9 +44,7 @@ class KeptApart:
 
     def of_chat(self, chat: Chat, tokenizer: SavedTokenizer) -> Examples:
         """Conversations, of which answers count."""
-        facts = chat.path.stat()
-        key = f"{chat.path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-        return self._made(str(chat.path), key, tokenizer, partial(chat.documents, tokenizer.tokenizer))
+        return self._made(chat.name, chat.key, tokenizer, partial(chat.documents, tokenizer.tokenizer))
 
     def of_text(self, source: TextSource, tokenizer: Tokenizer) -> Examples:
         """Documents of text, all tokens of which count; longer ones than a row are several."""

@@ -1,12 +1,11 @@
 """Chat and instruction data: which tokens of a conversation are answers, the only ones that a model learns from.
 
-Each line of a ``.jsonl`` file has ``messages`` (objects with ``role`` and ``content``), written by the tokenizer's own
-chat template, or ``prompt`` and ``completion``. What cannot be told for certain is refused with the line's number.
+Each row has ``messages`` (objects with ``role`` and ``content``), written by the tokenizer's own chat template, or
+``prompt`` and ``completion``. What cannot be told for certain is refused with the line's number.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.train.data.examples import Document
+from galvatron.train.data.rows import Rows, rows_in
 
-__all__ = ["Chat", "chat_file"]
+__all__ = ["Chat", "chat_in"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWERS = "assistant"
@@ -26,50 +26,42 @@ _ANSWERS = "assistant"
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversations in a file."""
+    """Conversations in files."""
 
-    path: Path
+    rows: Rows
     fields: tuple[str, ...]
     """``messages``, or ``prompt`` and ``completion``."""
 
+    @property
+    def name(self) -> str:
+        return self.rows.name
+
+    @property
+    def key(self) -> str:
+        return self.rows.key
+
     def documents(self, tokenizer: Any) -> Iterator[Document]:
-        """Each line's tokens; ``tokenizer``: one of transformers."""
-        for number, row in _rows(self.path):
-            where = f"{self.path}, line {number}"
-            missing = [name for name in self.fields if name not in row]
+        """Each row's tokens; ``tokenizer``: one of transformers."""
+        for row in self.rows:
+            given = row.fields
+            missing = [name for name in self.fields if name not in given]
             if missing:
-                raise InvalidInput(f"{where}: the field {missing[0]!r} is missing, which the first line has")
+                raise InvalidInput(f"{row.where}: the field {missing[0]!r} is missing, which the first line has")
             if self.fields == ("messages",):
-                yield _conversation(row["messages"], tokenizer, where)
+                yield _conversation(given["messages"], tokenizer, row.where)
             else:
-                yield _completion(row["prompt"], row["completion"], tokenizer, where)
+                yield _completion(given["prompt"], given["completion"], tokenizer, row.where)
 
 
-def chat_file(path: Path) -> Chat | None:
-    """The conversations of a file, if its first line has some; None: it is text."""
-    if path.suffix != ".jsonl" or not path.is_file():
+def chat_in(path: Path) -> Chat | None:
+    """The conversations of a file or folder, if its first row has some; None: it is text."""
+    rows = rows_in(path)
+    first = None if rows is None else next(iter(rows), None)
+    if rows is None or first is None:
         return None
-    _, row = next(_rows(path), (0, {}))
-    if "messages" in row:
-        return Chat(path, ("messages",))
-    return Chat(path, ("prompt", "completion")) if {"prompt", "completion"} <= row.keys() else None
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise InvalidInput(f"{path}, line {number}: is not JSON ({error}); expected an object") from None
-                if not isinstance(row, dict):
-                    raise InvalidInput(f"{path}, line {number}: is {line.strip()[:40]!r}; expected an object")
-                yield number, row
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path}: cannot be read ({error}); check the file") from None
+    if "messages" in first.fields:
+        return Chat(rows, ("messages",))
+    return Chat(rows, ("prompt", "completion")) if {"prompt", "completion"} <= first.fields.keys() else None
 
 
 def _completion(prompt: Any, completion: Any, tokenizer: Any, where: str) -> Document:

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.train.data.dataset import Sample
 from galvatron.train.data.requirements import ImageRequirements
-from galvatron.train.data.tables import extra
+from galvatron.train.data.rows import extra
 
-__all__ = ["ImageFolder", "Normalisation", "image_folder", "saved_normalisation"]
+__all__ = ["ImageFolder", "image_folder", "image_processor"]
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MODES = {1: "L", 3: "RGB"}
@@ -28,27 +27,22 @@ _AREA = (0.08, 1.0)
 _RATIO = (3 / 4, 4 / 3)
 """Share of the image's area and ratio of sides of a random crop (Szegedy et al. 2014, as all do since)."""
 _TRIES = 10
-_CENTRE = 0.875
-"""Side of the centre crop beside the image's shorter side: 224 of 256."""
-
-
-@dataclass(frozen=True, slots=True)
-class Normalisation:
-    """What is taken from a pixel between 0 and 1, and by what the rest is divided, for each channel."""
-
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+_BILINEAR = 2
+"""Pillow's number of it."""
+_AS_CROPPED = {"do_center_crop": False, "do_pad": False}
+"""A random part is of the model's size already."""
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images in random crops, half of them mirrored (training), or the middle of each (evaluation)."""
+    """Images in random crops, half of them mirrored (training), or as the model's processor takes them (evaluation)."""
 
     root: Path
     files: tuple[tuple[str, int], ...] = field(repr=False)
     """Path below the root, and class."""
     needs: ImageRequirements
-    normalisation: Normalisation
+    processor: Any = field(repr=False)
+    """Hugging Face's, of the model: it makes pixels of images as it will when the model is used."""
     augment: bool
     fingerprint: str
 
@@ -75,18 +69,34 @@ class ImageFolder:
                 f"{path}: cannot be read as an image ({type(error).__name__}: {error}); mend or remove the file"
             ) from None
         shape = needs.height, needs.width
-        box = _random_box(image.size, shape, generator) if self.augment else _centre_box(image.size, shape)
-        image = image.resize((needs.width, needs.height), Image.Resampling.BILINEAR, box=box)
-        pixels = torch.from_numpy(np.array(image, np.float32)).view(*shape, needs.channels).permute(2, 0, 1) / 255
-        if self.augment and torch.rand((), generator=generator) < 0.5:
-            pixels = pixels.flip(2)
-        mean, deviation = torch.tensor(self.normalisation.mean), torch.tensor(self.normalisation.deviation)
-        return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()
+        if not self.augment:
+            return self._processed(image, path)
+        box = _random_box(image.size, shape, generator)
+        image = image.resize((needs.width, needs.height), Image.Resampling(self._resample), box=box)
+        if torch.rand((), generator=generator) < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return self._processed(image, path, do_resize=False, **_AS_CROPPED)
+
+    @property
+    def _resample(self) -> int:
+        found = getattr(self.processor, "resample", None)
+        return _BILINEAR if found is None else int(found)
+
+    def _processed(self, image: Any, path: Path, **how: bool) -> Tensor:
+        needs = self.needs
+        known = {name: value for name, value in how.items() if hasattr(self.processor, name)}
+        made = self.processor(image, return_tensors="pt", input_data_format="channels_last", **known)
+        pixels: Tensor = made["pixel_values"][0]
+        if tuple(pixels.shape) != (needs.channels, needs.height, needs.width):
+            raise InvalidInput(
+                f"{path}: the model's image processor makes {list(pixels.shape)} of it; the model takes "
+                f"{[needs.channels, needs.height, needs.width]}: mend size in its preprocessor_config.json"
+            )
+        return pixels.contiguous()
 
 
-def image_folder(root: Path, needs: ImageRequirements, normalisation: Normalisation, *, augment: bool) -> ImageFolder:
+def image_folder(root: Path, needs: ImageRequirements, processor: Any, *, augment: bool) -> ImageFolder:
     """The images of a folder; classes are numbered in the order of their names."""
-    extra("PIL", f"data {str(root)!r}: reading images")
     if needs.channels not in _MODES:
         raise InvalidInput(f"the model's num_channels is {needs.channels}; images in files have 1 or 3 channels")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -109,49 +119,56 @@ def image_folder(root: Path, needs: ImageRequirements, normalisation: Normalisat
         for path in found:
             files.append((str(path.relative_to(root)), label))
             digest.update(f"{files[-1]} {path.stat().st_size}\n".encode())
-    return ImageFolder(root, tuple(files), needs, normalisation, augment, digest.hexdigest()[:16])
+    return ImageFolder(root, tuple(files), needs, processor, augment, digest.hexdigest()[:16])
 
 
-def saved_normalisation(model_folder: Path | None, channels: int) -> Normalisation:
-    """As the model's folder says in its preprocessor_config.json; else pixels go from -1 to 1."""
-    half = (0.5,) * channels
+def image_processor(model_folder: Path | None, needs: ImageRequirements) -> Any:
+    """That of the model's folder; else one that makes pixels from -1 to 1, of the model's size. With Pillow, so that a
+    sample is the same wherever it is made, with torchvision or without."""
+    extra("PIL", "reading images")
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
     path = None if model_folder is None else model_folder / "preprocessor_config.json"
+    size = {"height": needs.height, "width": needs.width}
+    half = (0.5,) * needs.channels
+    kind: Any = ViTImageProcessorPil
     if path is None or not path.is_file():
-        return Normalisation(half, half)
+        return kind(size=size, image_mean=half, image_std=half)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: cannot be read as JSON ({error}); copy it from the model again") from None
-    mean, deviation = (_channels(content.get(name, half), f"{path}: {name}", channels) for name in _FIELDS)
-    if not all(deviation):
-        raise InvalidInput(f"{path}: image_std is {list(deviation)}; expected numbers above 0")
-    return Normalisation(mean, deviation)
+    for name, least in (("image_mean", None), ("image_std", 0.0)):
+        _check_channels(content.get(name, half), f"{path}: {name}", needs.channels, above=least)
+    if not {"image_processor_type", "feature_extractor_type"} & content.keys():
+        return kind(**{"size": size, **content})
+    from transformers import AutoImageProcessor
+
+    auto: Any = AutoImageProcessor
+    try:
+        return auto.from_pretrained(str(model_folder), local_files_only=True, backend="pil")
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        said = str(error).strip().partition("\n")[0]
+        raise InvalidInput(
+            f"{path}: no image processor can be made of it ({type(error).__name__}: {said}); copy it from the model "
+            "again"
+        ) from None
 
 
-_FIELDS = ("image_mean", "image_std")
-
-
-def _channels(value: Any, where: str, channels: int) -> tuple[float, ...]:
+def _check_channels(value: Any, where: str, channels: int, *, above: float | None) -> None:
     values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * channels
     if len(values) != channels or not all(type(each) in (int, float) for each in values):
         raise InvalidInput(f"{where} is {value!r}; expected {channels} numbers, one for each channel")
-    return tuple(float(each) for each in values)
+    if above is not None and not all(each > above for each in values):
+        raise InvalidInput(f"{where} is {value!r}; expected numbers above {above:g}")
 
 
 Box = tuple[float, float, float, float]
 """Left, upper, right, lower."""
 
 
-def _centre_box(size: tuple[int, int], shape: tuple[int, int]) -> Box:
-    """The largest part in the middle with the ratio of ``shape`` (height, width), less a margin."""
-    width, height = size
-    scale = _CENTRE * min(width / shape[1], height / shape[0])
-    half_width, half_height = scale * shape[1] / 2, scale * shape[0] / 2
-    return width / 2 - half_width, height / 2 - half_height, width / 2 + half_width, height / 2 + half_height
-
-
 def _random_box(size: tuple[int, int], shape: tuple[int, int], generator: torch.Generator) -> Box:
-    """A random part; the middle of images so long that none fits."""
+    """A random part; of images so long that none fits, the largest in the middle with the ratio of ``shape``."""
     width, height = size
     for _ in range(_TRIES):
         area, ratio, across, down = torch.rand(4, generator=generator).tolist()
@@ -161,4 +178,6 @@ def _random_box(size: tuple[int, int], shape: tuple[int, int], generator: torch.
         if wide <= width and high <= height:
             left, upper = across * (width - wide), down * (height - high)
             return left, upper, min(left + wide, width), min(upper + high, height)
-    return _centre_box(size, shape)
+    scale = min(width / shape[1], height / shape[0])
+    half_width, half_height = scale * shape[1] / 2, scale * shape[0] / 2
+    return width / 2 - half_width, height / 2 - half_height, width / 2 + half_width, height / 2 + half_height

@@ -36,6 +36,27 @@ class Position:
     samples_seen: int
     """Samples in the batches that were handed out."""
 
+    @classmethod
+    def start(cls, dataset: Dataset, seed: int | None) -> Self:
+        """Of a run that has seen nothing; ``seed`` None: samples come in their own order."""
+        return cls(fingerprint=dataset.fingerprint, seed=seed or 0, shuffle=seed is not None, samples_seen=0)
+
+    def check_same(self, saved: Position) -> None:
+        """Raise :class:`InvalidInput` if ``saved`` is no place in the same sequence of samples."""
+        if saved.fingerprint != self.fingerprint:
+            raise InvalidInput(
+                f"resume: the saved run read data set {saved.fingerprint}, this one is {self.fingerprint}; give the "
+                "same files, tokenizer, sequence length and held-out fraction, or start a new run"
+            )
+        for name in ("seed", "shuffle"):
+            if getattr(saved, name) != getattr(self, name):
+                raise InvalidInput(
+                    f"resume: the saved run read its data with {name} {getattr(saved, name)}, this one has "
+                    f"{getattr(self, name)}; give the saved one, so that no sample is lost or repeated"
+                )
+        if saved.samples_seen < 0:
+            raise InvalidInput(f"position in the data: samples_seen is {saved.samples_seen}; expected at least 0")
+
     def to_json(self) -> dict[str, str | int]:
         return asdict(self)
 
@@ -76,9 +97,9 @@ class Loader:
             raise InvalidInput(f"loader: batch {batch}, workers {workers}; expected at least 1 and at least 0")
         if not len(dataset):
             raise InvalidInput("loader: the data set has no samples; give more data")
-        beginning = Position(fingerprint=dataset.fingerprint, seed=seed or 0, shuffle=seed is not None, samples_seen=0)
+        beginning = Position.start(dataset, seed)
         if start is not None:
-            _check_same(beginning, start)
+            beginning.check_same(start)
         self._dataset, self._batch, self._beginning = dataset, batch, beginning
         self._seen = self._scheduled = 0 if start is None else start.samples_seen
         self._unread = [
@@ -148,19 +169,3 @@ class Loader:
                 error.add_note(f"while making sample {index} of the data set, in epoch {epoch}")
                 raise
         return samples
-
-
-def _check_same(now: Position, saved: Position) -> None:
-    if saved.fingerprint != now.fingerprint:
-        raise InvalidInput(
-            f"resume: the saved run read data set {saved.fingerprint}, this one is {now.fingerprint}; give the same "
-            "files, tokenizer, sequence length and held-out fraction, or start a new run"
-        )
-    for name in ("seed", "shuffle"):
-        if getattr(saved, name) != getattr(now, name):
-            raise InvalidInput(
-                f"resume: the saved run read its data with {name} {getattr(saved, name)}, this one has "
-                f"{getattr(now, name)}; give the saved one, so that no sample is lost or repeated"
-            )
-    if saved.samples_seen < 0:
-        raise InvalidInput(f"position in the data: samples_seen is {saved.samples_seen}; expected at least 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -10,10 +10,10 @@ from typing import Any, TypedDict, Unpack
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.train.data.apart import KeptApart
-from galvatron.train.data.chat import Chat, chat_file
+from galvatron.train.data.chat import Chat, chat_in
 from galvatron.train.data.dataset import Dataset, split
 from galvatron.train.data.documents import StorySource, TextSource, text_source
-from galvatron.train.data.images import image_folder, saved_normalisation
+from galvatron.train.data.images import image_folder, image_processor
 from galvatron.train.data.language import LanguageData, PackedStream
 from galvatron.train.data.objectives import SpanLengths, sample_maker_of
 from galvatron.train.data.requirements import ImageRequirements, Objective, TokenRequirements, requirements_of
@@ -49,7 +49,9 @@ class DataOptions(TypedDict, total=False):
     cache: Path | None
     """Where tokens are kept."""
     held_out: float
-    """The share of samples kept for evaluation."""
+    """The share of samples kept for evaluation; not beside ``evaluation``."""
+    evaluation: str | Path | None
+    """Data of the same kinds to evaluate on, read with the same tokenizer."""
     text_field: str | None
     """Of tables and lines of JSON: the field with the text; else "text"."""
     pack: bool | None
@@ -63,11 +65,11 @@ def open_data(
     """The data that ``spec`` names, for the model of this configuration (the content of a ``config.json``).
 
     ``spec``: None or "synthetic"; "stories", generated English; or a path: for language models a file or folder of
-    ``.txt``, ``.jsonl``, ``.parquet`` or ``.arrow``, or what ``save_to_disk`` of Hugging Face's datasets wrote; for
-    image models a folder of class folders.
+    ``.txt``, ``.jsonl``, ``.parquet``, ``.arrow`` or ``.csv``, or what ``save_to_disk`` of Hugging Face's datasets
+    wrote; for image models a folder of class folders.
     """
-    tokenizer, model_folder = options.get("tokenizer"), options.get("model_folder")
-    seed, cache, held_out = options.get("seed", 0), options.get("cache"), options.get("held_out", 0.0)
+    tokenizer, evaluation = options.get("tokenizer"), options.get("evaluation")
+    held_out = options.get("held_out", 0.0)
     needs = requirements_of(config, training)
     spec = spec or "synthetic"
     made_up = str(spec) == "synthetic"
@@ -76,44 +78,76 @@ def open_data(
             f"tokenizer {str(tokenizer)!r}: {'synthetic data' if made_up else 'an image model'} needs none; leave it "
             "out, or name the text to train a language model on"
         )
-    evaluated: Dataset | None = None
-    folder = None
-    dataset: Dataset
+    if evaluation is not None and made_up:
+        raise InvalidInput(f"eval-data {str(evaluation)!r}: given, but the training data are made up; give --data too")
     if made_up:
-        dataset = synthetic(config, training, seed=seed)
-    elif isinstance(needs, ImageRequirements):
-        root = _existing(spec)
-        if not root.is_dir():
-            raise InvalidInput(f"data {str(root)!r}: is a file; expected a folder of class folders with images")
-        normalisation = saved_normalisation(model_folder, needs.channels)
-        dataset = image_folder(root, needs, normalisation, augment=True)
-        evaluated = replace(dataset, augment=False)
-    else:
-        cache = cache or default_cache()
-        chat = None if str(spec) == "stories" else chat_file(_existing(spec))
-        packed = options.get("pack")
-        if chat is not None:
-            apart = KeptApart(config=config, needs=needs, cache=cache, packed=packed is not False)
-            saved = _chat_tokenizer(tokenizer, model_folder, chat)
-            folder, dataset = saved.folder, apart.of_chat(chat, saved)
-        else:
-            field = options.get("text_field") or "text"
-            source = StorySource(_STORIES, seed) if str(spec) == "stories" else text_source(_existing(spec), field)
-            chosen, folder = _tokenizer(tokenizer, model_folder, source, needs, cache)
-            if packed is None:
-                dataset = _text(source, chosen, needs, cache)
-            else:
-                dataset = KeptApart(config=config, needs=needs, cache=cache, packed=packed).of_text(source, chosen)
-    if not held_out:
-        return Data(dataset, None, folder)
-    train, held = split(dataset, held_out, evaluated=evaluated)
-    return Data(train, held, folder)
+        return _parted(synthetic(config, training, seed=options.get("seed", 0)), held_out)
+    if isinstance(needs, ImageRequirements):
+        processor = image_processor(options.get("model_folder"), needs)
+        images = image_folder(_image_root(spec), needs, processor, augment=True)
+        if evaluation is not None:
+            return Data(images, image_folder(_image_root(evaluation), needs, processor, augment=False))
+        return _parted(images, held_out, evaluated=replace(images, augment=False))
+    text = _Text(config, needs, options)
+    source = text.source(spec)
+    chosen, folder = text.tokenizer(source)
+    dataset = text.dataset(source, chosen)
+    if evaluation is not None:
+        return Data(dataset, text.dataset(text.source(evaluation), chosen), folder)
+    return replace(_parted(dataset, held_out), tokenizer=folder)
 
 
-def check_paths(spec: str | Path | None, tokenizer: str | Path | None) -> None:
+def _parted(dataset: Dataset, held_out: float, evaluated: Dataset | None = None) -> Data:
+    return Data(*split(dataset, held_out, evaluated=evaluated)) if held_out else Data(dataset)
+
+
+def _image_root(spec: str | Path) -> Path:
+    root = _existing(spec)
+    if not root.is_dir():
+        raise InvalidInput(f"data {str(root)!r}: is a file; expected a folder of class folders with images")
+    return root
+
+
+class _Text:
+    """How a model's text is read: the data to train on and those to evaluate on alike."""
+
+    def __init__(self, config: Mapping[str, Any], needs: TokenRequirements, options: DataOptions) -> None:
+        self._config, self._needs, self._options = config, needs, options
+        self._cache = options.get("cache") or default_cache()
+
+    def source(self, spec: str | Path) -> Chat | TextSource:
+        if str(spec) == "stories":
+            return StorySource(_STORIES, self._options.get("seed", 0))
+        path, field = _existing(spec), self._options.get("text_field")
+        chat = chat_in(path) if field is None else None  # a field that is named holds text
+        return chat or text_source(path, field or "text")
+
+    def tokenizer(self, source: Chat | TextSource) -> tuple[Tokenizer, Path | None]:
+        """The tokenizer, and its folder if it has one."""
+        given, model_folder = self._options.get("tokenizer"), self._options.get("model_folder")
+        if given is None and model_folder is not None and has_tokenizer(model_folder):
+            given = model_folder
+        if isinstance(source, Chat):
+            saved = _chat_tokenizer(given, source)
+            return saved, saved.folder
+        return _tokenizer(given, source, self._needs, self._cache)
+
+    def dataset(self, source: Chat | TextSource, tokenizer: Tokenizer) -> Dataset:
+        packed = self._options.get("pack")
+        apart = KeptApart(config=self._config, needs=self._needs, cache=self._cache, packed=packed is not False)
+        if isinstance(source, Chat):
+            known = tokenizer if isinstance(tokenizer, SavedTokenizer) else _chat_tokenizer("bytes", source)
+            return apart.of_chat(source, known)
+        if packed is None:
+            return _text(source, tokenizer, self._needs, self._cache)
+        return apart.of_text(source, tokenizer)
+
+
+def check_paths(specs: Iterable[str | Path | None], tokenizer: str | Path | None) -> None:
     """Refuse data or a tokenizer that are not there; whether they fit the model is seen when they are opened."""
-    if spec is not None and str(spec) not in ("synthetic", "stories"):
-        _existing(spec)
+    for spec in specs:
+        if spec is not None and str(spec) not in ("synthetic", "stories"):
+            _existing(spec)
     if tokenizer is not None and str(tokenizer) not in ("bytes", "train"):
         SavedTokenizer(Path(tokenizer))
 
@@ -129,11 +163,8 @@ def _existing(spec: str | Path) -> Path:
 
 
 def _tokenizer(
-    given: str | Path | None, model_folder: Path | None, source: TextSource, needs: TokenRequirements, cache: Path
+    given: str | Path | None, source: TextSource, needs: TokenRequirements, cache: Path
 ) -> tuple[Tokenizer, Path | None]:
-    """The tokenizer, and its folder if it has one."""
-    if given is None and model_folder is not None and has_tokenizer(model_folder):
-        given = model_folder
     if given is None and isinstance(source, StorySource):
         given = "train"
     if given is None:
@@ -151,13 +182,11 @@ def _tokenizer(
     return saved, saved.folder
 
 
-def _chat_tokenizer(given: str | Path | None, model_folder: Path | None, chat: Chat) -> SavedTokenizer:
+def _chat_tokenizer(given: str | Path | None, chat: Chat) -> SavedTokenizer:
     """That of a chat model, with its template."""
-    if given is None and model_folder is not None and has_tokenizer(model_folder):
-        given = model_folder
     if given is None or str(given) in ("bytes", "train"):
         raise InvalidInput(
-            f"data {str(chat.path)!r}: conversations need the tokenizer of a chat model, but "
+            f"data {chat.name!r}: conversations need the tokenizer of a chat model, but "
             f"{'none' if given is None else repr(str(given))} was given; give its folder"
         )
     return SavedTokenizer(Path(given))

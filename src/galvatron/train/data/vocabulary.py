@@ -18,23 +18,29 @@ import numpy.typing as npt
 
 from galvatron.core.errors import InvalidInput
 
-__all__ = ["ByteTokenizer", "SavedTokenizer", "Tokenizer", "Vocabulary", "has_tokenizer", "train_tokenizer"]
+__all__ = [
+    "TOKENIZER_FILES",
+    "ByteTokenizer",
+    "SavedTokenizer",
+    "Tokenizer",
+    "Vocabulary",
+    "has_tokenizer",
+    "train_tokenizer",
+]
 
 Ids = npt.NDArray[np.int64]
 
 _SPECIAL = ("<pad>", "</s>", "<mask>", "<s>")
 """Of the tokenizers that are made here, as ids 0 to 3: T5's ids of padding and end."""
 _BYTES = 256
-_FILES = (
-    "tokenizer.json",
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model")
+"""Files of which a tokenizer has at least one."""
+TOKENIZER_FILES = (
+    *_VOCABULARIES,
     "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
 )
 """What tokenizers are saved as."""
 
@@ -98,8 +104,8 @@ class SavedTokenizer:
             )
         if not has_tokenizer(folder):
             raise InvalidInput(
-                f"tokenizer {str(folder)!r}: the folder holds none of {', '.join(_FILES)}; give a folder written by "
-                "save_pretrained of a tokenizer, 'bytes' or 'train'"
+                f"tokenizer {str(folder)!r}: the folder holds none of {', '.join(_VOCABULARIES)}; give a folder "
+                "written by save_pretrained of a tokenizer, 'bytes' or 'train'"
             )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -113,7 +119,7 @@ class SavedTokenizer:
         """transformers' own, which knows the chat template."""
         self.vocabulary = _described(self._tokenizer)
         digest = hashlib.sha256()
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 digest.update(f"{name}\0".encode() + (folder / name).read_bytes())
         self.digest = digest.hexdigest()
@@ -131,7 +137,7 @@ class SavedTokenizer:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a tokenizer is saved there."""
-    return any((folder / name).is_file() for name in _FILES if name != "tokenizer_config.json")
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _described(tokenizer: Any) -> Vocabulary:

@@ -45,7 +45,9 @@ _SEEN: dict[str, Any] = {
 def _llava() -> Any:
     """Reads what the last block but one of CLIP made."""
     vision = CLIPVisionConfig(**_SEEN, image_size=8, projection_dim=16)
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_TEXT), image_token_id=_IMAGE)
+    config = LlavaConfig(  # type: ignore[call-arg]
+        vision_config=vision, text_config=LlamaConfig(**_TEXT), image_token_id=_IMAGE
+    )
     return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
 
 
@@ -53,7 +55,9 @@ def _gemma3() -> Any:
     """Tokens of an image see each other, which its token_type_ids say."""
     vision = SiglipVisionConfig(**_SEEN, image_size=16)
     text = Gemma3TextConfig(**_TEXT, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-    config = Gemma3Config(vision_config=vision, text_config=text, image_token_id=_IMAGE, mm_tokens_per_image=4)
+    config = Gemma3Config(  # type: ignore[call-arg]
+        vision_config=vision, text_config=text, image_token_id=_IMAGE, mm_tokens_per_image=4
+    )
     return Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
 
 
@@ -169,7 +173,7 @@ _FOUR_STAGES = [["single"] * 2, ["single"] * 2, ["single"] * 2, ["single"] * 2]
     [
         longer("llava", _ONE, False, [_TOGETHER], 2),
         longer("llava", _ONE, False, [_WITH_TP], 1),
-        ("llava", _MIXED, True, _TWO_STAGES, 4),
+        longer("llava", _MIXED, True, _TWO_STAGES, 4),
         longer("gemma3", _MIXED, False, [["dp4", *_TOGETHER[1:]]], 2),
         longer("gemma3", _ONE, True, _FOUR_STAGES, 4),
         ("qwen2.5-vl", _MIXED, False, _TWO_STAGES, 4),

@@ -1,0 +1,76 @@
+"""Parts of what a layer is to the planner: how it is split, its experts, its loss, what recompute may keep of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Experts", "FusedLoss", "Kept", "TensorParallel"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallel:
+    """How a layer behaves when its weights are split over t devices (Megatron's scheme)."""
+
+    divides: tuple[int, ...] = ()
+    """The degree must divide each of these: attention heads, key/value heads. Empty: any degree (padded vocabulary)."""
+    forward_collectives: int
+    """All-reduces in forward (a block: attention and feed-forward, so 2; with cross-attention 3)."""
+    backward_collectives: int
+    """All-reduces in backward."""
+    message_bytes: int
+    """Size of each for one sample."""
+    sequence_divides: tuple[int, ...] = ()
+    """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
+    divide each of them. Empty: it cannot be divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of a layer: of its figures, the part that belongs to them. A router sends each token to a few."""
+
+    count: int
+    """The degree of EP must divide it."""
+    parameters: int
+    """Of all experts together; part of the layer's parameters."""
+    forward_flops: int
+    """Part of the layer's."""
+    activation_bytes: int
+    """What tokens save inside their experts; part of the layer's split_activation_bytes, divided by TP of experts."""
+    replicated_activation_bytes: int = 0
+    """What tokens save on their way in and out (copies of each token, one an expert); part of the layer's
+    replicated_activation_bytes, whole on each rank of the experts' TP."""
+    dispatch_bytes: int
+    """What one sample's tokens take on their way to the experts: tokens × experts of a token × width × element."""
+    divides: tuple[int, ...] = ()
+    """The degree of the experts' TP must divide each of these: the width inside an expert."""
+    forward_collectives: int = 1
+    """Of the layer's TP all-reduces in forward, those of the experts alone; with axes of their own they do others."""
+    backward_collectives: int = 1
+    imbalance: float = 1.0
+    """Tokens of the busiest device over the mean, where EP divides the experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedLoss:
+    """What a head has that can compute its loss in chunks of tokens, keeping no logits."""
+
+    logits: int
+    """Of one sample: tokens × words."""
+    saved_bytes: int
+    """Of the layer's split_activation_bytes, those that are then not saved."""
+    parameters: int
+    """Of the projection: their gradient is kept from forward to backward. Divided by TP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a layer keeps beside its input where all but some results are recomputed, and what is then done again."""
+
+    split_bytes: int
+    """Of one sample, divided by TP."""
+    replicated_bytes: int = 0
+    """Whole on each tensor-parallel rank (sequence parallelism divides these too)."""
+    sent_bytes: int = 0
+    """The same, of results of collectives, which are kept where there is TP."""
+    flops: int
+    """Operations that are done again; part of forward's."""

@@ -1,0 +1,99 @@
+"""All ranks are given the same batches, of which each takes its part: batches that differ are noticed, not trained on.
+
+Each sample of each input is told by two numbers. Ranks compare those of the samples that they read; of the labels all,
+because every rank counts the targets of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from galvatron.core.errors import Unequal
+from galvatron.families.layer import Batch
+from galvatron.runtime import collectives
+from galvatron.runtime.replicas import named_ranks
+
+__all__ = ["BatchFigures", "compare_batches", "compared_here", "figures_of"]
+
+_TOLERANCE = 1e-3
+"""Of the norm of a sample in floating point: kernels of different devices may round differently."""
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """A batch as a rank saw it."""
+
+    rows: Mapping[str, Tensor]
+    """For each input two numbers a sample; NaN for those that this rank does not read."""
+    facts: Mapping[str, tuple[tuple[int, ...], str]]
+    """Shape and type of each input."""
+
+
+def figures_of(batch: Batch, read: Mapping[str, frozenset[int]]) -> BatchFigures:
+    """``read``: the rows that are read, of inputs of which others may hold anything."""
+    rows = {}
+    for name, tensor in batch.items():
+        wanted = sorted(read.get(name, range(len(tensor))))
+        rows[name] = torch.full((len(tensor), 2), torch.nan, dtype=torch.float64)
+        for row in wanted:
+            flat = tensor[row].detach().flatten().double()
+            places = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+            # Whole numbers by their place: exact up to 2**53, and another order has another sum.
+            sums = torch.stack([torch.dot(flat, places % 1021), torch.linalg.vector_norm(flat)])
+            rows[name][row] = sums.cpu()
+    return BatchFigures(rows, {name: (tuple(own.shape), str(own.dtype)) for name, own in batch.items()})
+
+
+def compare_batches(figures: BatchFigures, device: torch.device) -> None:
+    """Raise :class:`Unequal` on all ranks if some were given other batches. Call it on all of them."""
+    given: list[BatchFigures] = collectives.all_gather_object(figures, device)
+    first = given[0]
+    other = [rank for rank, own in enumerate(given) if own.facts != first.facts]
+    if other:
+        rank = other[0]
+        names = sorted(first.facts.keys() | given[rank].facts.keys())
+        name = next(each for each in names if first.facts.get(each) != given[rank].facts.get(each))
+        raise Unequal(
+            f"batch: {name!r} is {_words(first.facts.get(name))} on rank 0, {_words(given[rank].facts.get(name))} on "
+            f"{named_ranks(other)}; {_ADVICE}"
+        )
+    for name, (_, dtype) in first.facts.items():
+        rows, ranks = _different(torch.stack([own.rows[name] for own in given]), exact="float" not in dtype)
+        if rows:
+            shown = ", ".join(map(str, rows[:4])) + (f" … ({len(rows)} in all)" if len(rows) > 4 else "")
+            raise Unequal(
+                f"batch: ranks were given different batches: sample{'s' * (len(rows) > 1)} {shown} of {name!r} on "
+                f"{named_ranks(ranks)} differ from those of the ranks before; {_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "give every rank the same whole batch, of which it takes its part itself: seed the data loader alike on all ranks, "
+    "and use no DistributedSampler"
+)
+
+
+def _different(figures: Tensor, *, exact: bool) -> tuple[list[int], list[int]]:
+    """Samples of which ranks that read them do not agree, and the ranks that differ from the first of these."""
+    known = figures.isfinite().all(-1)
+    first = known.int().argmax(0)  # of each sample, the first rank that reads it
+    reference = figures[first, torch.arange(figures.shape[1])]
+    allowed = torch.zeros(figures.shape[1], dtype=torch.float64) if exact else _TOLERANCE * reference[:, 1].nan_to_num()
+    weights = torch.tensor([1.0, 1.0] if exact else [1 / 1021, 1.0], dtype=torch.float64)
+    gaps = ((figures - reference).abs() * weights).amax(-1)
+    wrong = known & (gaps > allowed)
+    return wrong.any(0).nonzero().flatten().tolist(), wrong.any(1).nonzero().flatten().tolist()
+
+
+def _words(facts: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if facts is None else f"{list(facts[0])} in {facts[1].removeprefix('torch.')}"
+
+
+def compared_here() -> bool:
+    """Whether there are other ranks at all."""
+    return dist.get_world_size() > 1 and dist.get_backend() != "fake"
