@@ -10,9 +10,9 @@ from galvatron.core.units import format_bytes
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
-from galvatron.planner.space import Space, space_named
+from galvatron.planner.space import Space
 
-__all__ = ["feasible_batch", "impossibility", "make_plan", "smallest_budget"]
+__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget"]
 
 _TRIED = 256
 
@@ -28,7 +28,7 @@ def _feasible_batch(request: Request, feasibility: Feasibility) -> int | None:
 
 def impossibility(request: Request) -> str:
     """Why no amount of memory would help, with the numbers that do not divide."""
-    space = space_named(request.space, request.effective_switches)
+    space = request.searched_space
     reasons = [_stuck(request, space, degree) for degree in space.pipeline_degrees(request.cluster.devices)]
     return "; ".join(reasons[:3])
 
@@ -77,6 +77,7 @@ def _explained(request: Request) -> GalvatronError:
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"
+    where += f" within {request.limits}" if request.limits else ""
     least = smallest_budget(request)
     if least is None:
         batch = f"batch: {request.batch}: " if request.batch else ""
@@ -107,13 +108,15 @@ def _remedies(request: Request) -> list[str]:
     for switch in SWITCHES:
         if switch.remedy is None or getattr(switches, switch.name):
             continue
-        if _fits(replace(request, switches=replace(switches, **{switch.name: True}))):
+        if fits(replace(request, switches=replace(switches, **{switch.name: True}))):
             found.append(f"{switch.title}: {switch.remedy} (--{switch.option})")
-    if request.space != "full" and _fits(replace(request, space="full")):
+    if request.space != "full" and fits(replace(request, space="full")):
         found.append("the full space of strategies (--space full)")
+    if request.limits and fits(replace(request, limits=None)):
+        found.append(f"no limits: it fits without {request.limits}")
     for factor in (2, 4, 8, 16, 32):
         larger = _more_devices(request, factor)
-        if _fits(larger):
+        if fits(larger):
             found.append(f"more devices: {larger.cluster.devices} of them fit")
             break
     training = request.model.training
@@ -127,7 +130,8 @@ def _remedies(request: Request) -> list[str]:
     return found
 
 
-def _fits(request: Request) -> bool:
+def fits(request: Request) -> bool:
+    """Whether some plan fits the budget at the smallest batch that can be divided."""
     feasibility = Feasibility(request.problem())
     batch = _feasible_batch(request, feasibility)
     return batch is not None and feasibility.fits(batch)
