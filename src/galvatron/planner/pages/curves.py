@@ -38,8 +38,8 @@ class Curves:
 
 
 def curves(request: Request, plan: Plan, seconds: float = 6.0) -> Curves:
-    """The best plans around a plan, as many as can be searched in so many seconds (of each curve at least one more)."""
-    end = time.monotonic() + seconds
+    """The best plans around a plan, as many as so many seconds of a processor allow; of each curve at least one."""
+    end = time.process_time() + seconds
     batches = sorted({max(1, round(plan.batch * factor)) for factor in _BATCHES}, key=lambda at: abs(at - plan.batch))
     budget = plan.memory_budget_bytes
     most = [int(budget * factor) for factor in _BUDGETS]
@@ -54,7 +54,7 @@ def _searched(places: Sequence[int], plan: Plan, own: int, asked: Callable[[int]
     for at in places:
         if at == own:
             found.append(Point(at, plan, True))
-        elif len(found) < 2 or time.monotonic() < end:
+        elif len(found) < 2 or time.process_time() < end:
             found.append(Point(at, _tried(asked, at), False))
     return sorted(found, key=lambda point: point.at)
 

@@ -195,21 +195,23 @@ def _layer_table(plan: Plan, reasons: tuple[str, ...]) -> str:
 def _link_table(plan: Plan) -> str:
     """What groups of each strategy span."""
     cluster = plan.cluster.facts
-    rows = []
+    used: dict[tuple[str, ...], list[str]] = {}
     for number, stage in enumerate(plan.stages):
         for strategy in dict.fromkeys(stage.strategies):
             for kind in (Kind.DP, Kind.SDP, Kind.TP):
-                factors = strategy.factors(kind)
-                if factors:
-                    rows.append([str(number), str(strategy), f"{kind.upper()} of {strategy.degree(kind)}"])
-                    rows[-1] += _spanned(cluster, factors)
+                if factors := strategy.factors(kind):
+                    group = (str(strategy), f"{kind.upper()} of {strategy.degree(kind)}", *_spanned(cluster, factors))
+                    used.setdefault(group, []).append(str(number))
+    rows = [[", ".join(stages), *group] for group, stages in used.items()]
     if plan.pipeline_degree > 1:
         size = len(plan.stages[0].devices)
         link = cluster.stage_link(size)
-        rows.append(["all", "–", "between stages", "the slowest boundary", f"{link.bytes_per_s / 1e9:.3g} GB/s"])
+        rows.append(
+            ["between", "–", "a device and its peer", "the slowest boundary", f"{link.bytes_per_s / 1e9:.3g} GB/s"]
+        )
     if not rows:
         return ""
-    return table(["stage", "strategy", "group", "spans", "bandwidth"], rows, numbers=[0, 4])
+    return table(["stages", "strategy", "group", "spans", "bandwidth"], rows, numbers=[4])
 
 
 def _spanned(cluster: Cluster, factors: Factors) -> list[str]:

@@ -94,7 +94,8 @@
       marginRight: 16,
       x: { label, transform: (value) => value / unit, ticks: Math.max(3, width / 110) },
       y: { domain: data.rows, label: null },
-      color: { legend: true, domain: data.kinds, scheme: "observable10" },
+      color: { legend: true, domain: data.kinds,
+        range: data.kinds.map((kind, place) => (kind === "wait" ? colours.wait : d3.schemeObservable10[place % 10])) },
       marks: [
         Plot.barX(data.parts, Plot.stackX({
           x: "value", y: "row", fill: "kind", order: data.kinds,
@@ -134,7 +135,7 @@
     return Plot.plot({
       width, height: 230, style, marginLeft: 52, marginBottom: 58, grid: true,
       x: { label, type: "log", tickFormat: format, ticks: data.map((d) => d.at), tickRotate: data.length > 6 ? -35 : 0 },
-      y: { label: "samples/s", zero: true },
+      y: { label: "samples/s", zero: true, insetTop: 8 },
       marks: [
         Plot.lineY(data.filter((d) => d.throughput != null && d.best), { x: "at", y: "throughput", stroke: "var(--accent)" }),
         Plot.dot(data.filter((d) => d.throughput != null), {
