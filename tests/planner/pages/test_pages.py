@@ -27,7 +27,7 @@ def plan() -> galvatron.Plan:
     """Two stages of mixed strategies, from a model whose name tries to leave its place."""
     request = request_for("bert-tiny", "titan-rtx-8", Setup(batch=32))
     request = replace(request, model=replace(request.model, name="</script><b id=evil>x"))
-    return priced(request, [["dp4", "tp4"], ["sdp4", "dp4"]], micro_batches=4)
+    return priced(request, [["dp4", "tp2-dp2"], ["sdp4", "dp4"]], micro_batches=4)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_page_is_one_small_file_that_names_no_address(page_file: Path, plan: g
 
 def test_many_micro_batches_stay_small() -> None:
     request = request_for("bert-tiny", "titan-rtx-8", Setup(batch=4096))
-    many = priced(request, [["dp4", "tp4"], ["sdp4", "dp4"]], micro_batches=1024)
+    many = priced(request, [["dp4", "tp2-dp2"], ["sdp4", "dp4"]], micro_batches=1024)
     assert len(plan_page(many).html().encode()) < _MOST_BYTES
 
 
