@@ -1,6 +1,6 @@
-"""A module of your own, written as nanoGPT is, under the best plan for the machine it runs on.
+"""A module of your own, written as nanoGPT is, under the best plan for four processes.
 
-    torchrun --nproc-per-node 2 examples/train_nanogpt.py
+    torchrun --nproc-per-node 4 examples/train_nanogpt.py
 
 The five lines are at the end of the file: describe, plan, parallelize, optimizer, forward_backward.
 """
@@ -85,7 +85,7 @@ def main() -> None:
     model = GPT(config)
     example = batch_of(0, 2, config)
     spec = galvatron.describe(model, example)
-    plan = galvatron.plan(spec, "cpu-4", batch=16)  # the same on every rank; your own cluster: docs/clusters.md
+    plan = galvatron.plan(spec, "cpu-4", batch=16)  # or your own cluster: docs/clusters.md
     parallel = galvatron.parallelize(model, plan, example=example)
     optimizer = parallel.optimizer(lr=3e-3)
     for step in range(60):

@@ -59,6 +59,7 @@ class Truth:
             DeviceProbe.FP32: 1e9 / self.fp32_flops_per_s,
             DeviceProbe.BF16: 1e9 / self.fp32_flops_per_s / 4,
             DeviceProbe.TF32: 1e9 / self.fp32_flops_per_s / 2,
+            DeviceProbe.FLOAT8: 1e9 / self.fp32_flops_per_s / 8,
             DeviceProbe.ALONE: 1e9 / self.fp32_flops_per_s,
             DeviceProbe.OVERHEAD: 3e-4,
             DeviceProbe.OPTIMIZER: 28 * 1000 / 5e9,

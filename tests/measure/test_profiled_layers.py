@@ -130,7 +130,9 @@ def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> N
     """bert-tiny has two heads, and embeddings no sequence to divide."""
     profile_model(model_of(), cluster_of(4))
     variants = {(variant.layer, variant.strategy) for variant in stand_in[0].variants}
-    assert {text for layer, text in variants if layer == "encoder"} == {"single", "tp2", "tp2+sp", "sdp2", "single+rc"}
+    assert {text for layer, text in variants if layer == "encoder"} == {
+        "single", "tp2", "tp2+sp", "sdp2", "single+rc", "single+rs", "single+ra",
+    }  # fmt: skip
     assert {text for layer, text in variants if layer == "embedding"} == {"single", "tp2", "tp4", "sdp2", "single+rc"}
 
 

@@ -65,7 +65,8 @@ def _inputs(batch: Any) -> Any:
 
 def _loss(output: Tensor, batch: Any) -> Tensor:
     each = functional.mse_loss(output, batch["measured"]["value"], reduction="none").sum(-1)
-    return (each * batch["measured"]["weight"]).sum()
+    total: Tensor = (each * batch["measured"]["weight"]).sum()
+    return total
 
 
 def _mean_loss(output: Tensor, batch: Any) -> Tensor:
@@ -132,7 +133,7 @@ def test_a_nanogpt_trains_as_in_one_process(stages: list[list[str]]) -> None:
         idx, targets = (own.clone() for own in example.batch_of(step, plan.batch, config))
         targets[0, : 5 * step] = -1
         loss = own(idx, targets)[1]
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
@@ -156,7 +157,7 @@ def test_batches_of_any_form_with_functions_of_the_user() -> None:
             "measured": {key: value.double() for key, value in batch["measured"].items()},
         }
         loss = _loss(own(**_inputs(wide)), wide) / plan.batch
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         assert found == pytest.approx(float(loss.detach()), rel=1e-6)

@@ -55,6 +55,8 @@ def _strategy(draw: random.Random, layer: LayerSpec, devices: int, rows: int) ->
             and layer.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or layer.allows_sequence_parallel(degree))
             and (not strategy.fused_loss or layer.fused_loss is not None)
+            and layer.allows_grade(strategy)
+            and not strategy.offload  # nothing of these sizes is worth it
         ):
             fitting.setdefault(str(Strategy(strategy.axes)), []).append(strategy)
     return str(draw.choice(fitting[draw.choice(list(fitting))]))
@@ -77,6 +79,8 @@ def test_the_plans_have_everything() -> None:
     assert any(strategy.zero2 for strategy in strategies)
     assert any(strategy.fused_loss for strategy in strategies)
     assert any(strategy.sequence_parallel and strategy.recompute for strategy in strategies)
+    assert any(strategy.selective_recompute for strategy in strategies)
+    assert any(strategy.recompute_but_attention for strategy in strategies)
     pipelines = {(len(case.stages), case.schedule) for case in cases if len(case.stages) > 1}
     assert pipelines == {(2, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")}
     assert any(len({len(stage) for stage in case.stages}) > 1 for case in cases), "uneven cuts"

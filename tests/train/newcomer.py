@@ -33,7 +33,8 @@ def chat_model(folder: Path, seed: int = 3) -> Path:
         vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=3, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
+    kind: Any = LlamaForCausalLM
+    model = kind(config)
     model.save_pretrained(folder)
     return folder
 

@@ -114,7 +114,7 @@ def _link_line(points: Sequence[tuple[float, float]]) -> Line:
 
 def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading]) -> Device:
     facts = findings.device
-    bf16, tf32 = readings.get(DeviceProbe.BF16), readings.get(DeviceProbe.TF32)
+    bf16, tf32, float8 = map(readings.get, (DeviceProbe.BF16, DeviceProbe.TF32, DeviceProbe.FLOAT8))
     return Device(
         name=facts.name,
         memory_bytes=facts.memory_bytes,
@@ -124,6 +124,7 @@ def _device(findings: ClusterFindings, readings: Mapping[ClusterProbe, Reading])
         fp32_flops_per_s=_rate(facts.layer_flops, readings[DeviceProbe.FP32].seconds),
         bf16_flops_per_s=_rate(facts.layer_flops, bf16.seconds) if bf16 else None,
         tf32_flops_per_s=_rate(facts.layer_flops, tf32.seconds) if tf32 else None,
+        float8_flops_per_s=_rate(facts.layer_flops, float8.seconds) if float8 else None,
         layer_overhead_s=_rounded(min(readings[DeviceProbe.OVERHEAD].seconds, 1.0)),
         compiles=findings.backend == "nccl",
     )

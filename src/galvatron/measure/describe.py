@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
@@ -32,11 +31,10 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.own_module import InputsFunction, OwnLoss, own_module
-from galvatron.families.generic.stubs import Call
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
-from galvatron.measure.real_integers import RealIntegers
+from galvatron.measure.real_integers import RealIntegers, faked, faked_tensor
 from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
 from galvatron.runtime.selective import Grade
@@ -163,8 +161,8 @@ class _Description:
         real = RealIntegers() if PIXELS in context.batch else None  # type: ignore[no-untyped-call]
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, named, decided, real or nullcontext():
             _give_values(first.values())
-            calls = [call if call is None else _faked(call, fake, real) for call in context.calls]
-            values = {key: _faked_tensor(own, fake, real) for key, own in context.batch.items()}
+            calls = [call if call is None else faked(call, fake, real) for call in context.calls]
+            values = {key: faked_tensor(own, fake, real) for key, own in context.batch.items()}
             fakes = replace(context, batch=values, calls=tuple(calls))
             given = {storage_of(own) for own in tensors_in([(call.args, call.kwargs) for call in calls if call])}
             activations: Activations = ()
@@ -328,17 +326,6 @@ def _give_values(layers: Iterable[Layer]) -> None:
             if own.is_meta and own not in made:
                 made[own] = nn.Parameter(torch.empty(own.shape, dtype=own.dtype), requires_grad=own.requires_grad)
             setattr(module, name, made.get(own, own))
-
-
-def _faked(call: Call, fake: FakeTensorMode, real: RealIntegers | None) -> Call:
-    args, kwargs = tree_map(
-        lambda own: _faked_tensor(own, fake, real) if isinstance(own, Tensor) else own, (call.args, call.kwargs)
-    )
-    return Call(call.block, args, kwargs)
-
-
-def _faked_tensor(own: Tensor, fake: FakeTensorMode, real: RealIntegers | None) -> Tensor:
-    return own if real is not None and not own.is_floating_point() else fake.from_tensor(own)
 
 
 def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Activations, _Traced]:

@@ -67,7 +67,12 @@ def profile_model(
         raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
     degrees = _degrees(cluster, tp_degrees)
     model = model.untuned()  # what is frozen follows from what the stock model's layers take
-    model = replace(model, training=replace(model.training, optimizer=ADAMW.name))  # no layer depends on it
+    # No layer depends on the optimizer; what float8 changes is counted.
+    model = replace(
+        model,
+        layers=tuple(replace(layer, float8=None) for layer in model.layers),
+        training=replace(model.training, optimizer=ADAMW.name, float8=False),
+    )
     job = LayerJob(
         model=model,
         groups=groups_of(probes_of(model, cluster, variants_of(model, degrees, cluster.devices)), model, cluster),

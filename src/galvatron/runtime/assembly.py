@@ -26,6 +26,7 @@ from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
+from galvatron.runtime.float8 import to_float8
 from galvatron.runtime.fused_loss import fuse
 from galvatron.runtime.layout.groups import (
     GroupPool,
@@ -132,6 +133,8 @@ class _Assembler:
         splits, partial = self._split(layer, strategy, tensor, shared)
         if strategy.fused_loss:
             fuse(layer, tensor, compiled=self.settings.compile)
+        if strategy.float8:
+            to_float8(layer, self.settings.device)
         part = _Part(
             index=index, layer=layer, strategy=strategy, stage_layer=stage_layer, tensor=tensor, splits=splits,
             partial=partial, used_later=self._used_later(index), values=values,

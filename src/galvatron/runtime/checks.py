@@ -17,7 +17,7 @@ from galvatron.families.lora import is_adapter
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
-__all__ = ["check_model", "check_schedule", "check_world", "kinds_of"]
+__all__ = ["check_model", "check_schedule", "check_world", "kinds_of", "uses"]
 
 
 def check_world(plan: Plan, world: int) -> None:
@@ -90,6 +90,12 @@ def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
                 f"model: adapters of its layer {layer.index} ({own.kind}) have {found:,} parameters, those in the plan "
                 f"{planned:,}; plan again for this model (galvatron.plan(peft_model), or --lora)"
             )
+
+
+def uses(plan: Plan, *switches: str) -> bool:
+    """Whether any layer uses one of these switches."""
+    strategies = {layer.strategy for stage in plan.stages for layer in stage.layers}
+    return any(getattr(Strategy.parse(text), name) for text in strategies for name in switches)
 
 
 def _at(kinds: list[str], place: int) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.build import build_meta, without_weights
+from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.own_module import InputsFunction, check_sum, own_module
@@ -30,8 +31,9 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
-from galvatron.runtime.checks import check_model, check_schedule, check_world
+from galvatron.runtime.checks import check_model, check_schedule, check_world, uses
 from galvatron.runtime.compiled import compiles
+from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.products import check_tf32, tf32_of
 from galvatron.runtime.same_start import start_alike
@@ -68,6 +70,9 @@ class ParallelizeOptions(TypedDict, total=False):
     It is divided by the number of labels that count, or of samples where a batch has no ``labels``."""
     inputs: InputsFunction | None
     """From a batch to what the model is called with: keywords, arguments, or one."""
+    documents: bool
+    """Whether rows hold several documents, each with positions that start anew: GPUs then attend document by document
+    (FlexAttention) where the stock model can; elsewhere a mask keeps them apart. Default False."""
     label_smoothing: float
     """Share of each target that all words have in equal parts, in the loss of training and of evaluation; default 0."""
     check: bool | None
@@ -79,9 +84,9 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     """This rank's share of a model under a plan. Call it on every rank, as under ``torchrun``.
 
     ``model``: a stock Hugging Face model (its weights on rank 0 are used, unless it is on the meta device), a
-    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see :class:`ParallelizeOptions`. Raises
-    :class:`galvatron.InvalidInput` before anything is allocated if model, plan and number of processes do not go
-    together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
+    ``PeftModel`` with LoRA adapters, a configuration, or None for the one the plan was made for. For the options see
+    :class:`ParallelizeOptions`. Raises :class:`galvatron.InvalidInput` before anything is allocated if model, plan and
+    number of processes do not go together, and :class:`galvatron.Unequal` if the comparison with the stock model fails.
     """
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
@@ -105,6 +110,10 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     elif options.get("inputs") is not None:
         raise InvalidInput("inputs: given without a model in memory; give parallelize the module that they are for")
     stock = _stock(model, plan)
+    wide = options.get("dtype") in (torch.float64, "fp64")  # for which FlexAttention has no kernel
+    if options.get("documents") and _place(options.get("device")).type == "cuda" and not wide:
+        kept = uses(plan, "selective_recompute", "recompute_but_attention")
+        attend_by_document(stock, plan.model.training, keeps_some=kept)
     if isinstance(options.get("weights"), str | Path):
         load_buffers(stock, str(options["weights"]))  # before layers have copies of them
     if example is None:
@@ -127,6 +136,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"
         )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
+    if uses(plan, "float8"):
+        check_float8(settings.device)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:
         _LOG.warning("layers are not compiled: the loss has a term for the balance of experts, taken from inside them")
     check = options.get("check")

@@ -87,9 +87,9 @@ class Selective:
 
     def __init__(self, grade: Grade) -> None:
         self.grade = grade
-        self.needed: int | None = None
-        """How many of the results backward asked for so far, at most. A layer's last product is not needed: only what
-        follows it would ask for it. None: nobody knows yet."""
+        self.learned: tuple[int, int] | None = None
+        """Of the last forward whose backward came: how many results it had, and how many of these backward asked for.
+        A layer's last product is not among them: only what follows it would ask for it. None: nobody knows yet."""
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around forward, and around forward when it runs again."""
@@ -158,15 +158,20 @@ class _Keeping(TorchDispatchMode):
             self._drawn = self._drawn or _draws(function)
         return made
 
+    def __exit__(self, *error: Any) -> None:
+        # Only where as much happened as when it was learned: a layer with experts may run other operations each time.
+        made, learned = self._results.made, self._results.selective.learned
+        if learned is not None and learned[0] == len(made):
+            made[learned[1] :] = [(function, None) for function, _ in made[learned[1] :]]
+        super().__exit__(*error)
+
     def _keep(self, function: Any, args: Sequence[Any], made: Any) -> None:
-        results, needed = self._results.made, self._results.selective.needed
+        results = self._results.made
         if str(function).startswith("galvatron."):
             for place, (before, kept) in enumerate(results):
                 if isinstance(kept, _Kept) and _storage(kept.tensor) == _storage(args[0]):
                     results[place] = before, _Unread(kept.tensor.shape, kept.tensor.new_empty(0))
-        wanted = needed is None or len(results) < needed
-        kept = tree_map(lambda own: _Kept.of(own) if isinstance(own, Tensor) else own, made) if wanted else None
-        results.append((function, kept))
+        results.append((function, tree_map(lambda own: _Kept.of(own) if isinstance(own, Tensor) else own, made)))
 
 
 class _GivingBack(TorchDispatchMode):
@@ -179,8 +184,9 @@ class _GivingBack(TorchDispatchMode):
         """By storage; held, so that no other tensor gets the same."""
 
     def __exit__(self, *error: Any) -> None:
-        selective = self._results.selective
-        selective.needed = max(selective.needed or 0, self._place)
+        selective, total = self._results.selective, len(self._results.made)
+        before = selective.learned[1] if selective.learned is not None and selective.learned[0] == total else 0
+        selective.learned = total, max(before, self._place)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,6 +205,9 @@ class _GivingBack(TorchDispatchMode):
             )
         kept, self._results.made[place] = self._results.made[place][1], (function, None)
         if kept is None:
+            if str(function).startswith(f"galvatron.{SENT}"):  # other ranks would not take part
+                raise RuntimeError(f"{function} would be sent again: backward never asked for its result before")
+            self._check_read(function, args, kwargs)
             return function(*args, **(kwargs or {}))
         given = tree_map(
             lambda own: own.given() if isinstance(own, _Kept | _Unread) else own,

@@ -330,13 +330,18 @@ def _check_devices(wanted: int) -> None:
 
 
 def _check_precision(plan: Plan) -> None:
-    """Refuse TF32 where there is no GPU; whether a GPU has it, ranks find out, because CUDA must not be used here."""
+    """Refuse TF32 where there is no GPU, and float8 without torchao; what a GPU has, ranks find out, because CUDA must
+    not be used here."""
     import torch
 
-    if not torch.cuda.device_count():
-        from galvatron.runtime.products import check_tf32
+    from galvatron.runtime.checks import uses
+    from galvatron.runtime.float8 import check_float8
+    from galvatron.runtime.products import check_tf32
 
+    if not torch.cuda.device_count():
         check_tf32(plan.model.training.precision, torch.device("cpu"))
+    if uses(plan, "float8"):
+        check_float8(torch.device("cpu"))
 
 
 def _devices_here() -> int:

@@ -100,6 +100,7 @@ def _prepared(
             plan,
             weights=settings.weights,
             adapters=settings.adapters,
+            documents=data.documents,
             label_smoothing=settings.label_smoothing,
             seed=settings.seed,
             device=device,

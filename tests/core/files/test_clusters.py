@@ -53,7 +53,7 @@ def test_every_preset_is_known_and_says_where_its_figures_come_from() -> None:
     for name in cluster_names():
         assert load_cluster(name).source
         for line in (PRESETS / f"{name}.toml").read_text(encoding="utf-8").splitlines():
-            if re.match(r"(reserved|overlap|memory|fp32|tf32|bf16|layer_o|bandwidth|transfer)", line):
+            if re.match(r"(reserved|overlap|memory|fp32|tf32|float8|bf16|layer_o|bandwidth|transfer)", line):
                 assert "  # " in line, f"{name}: {line} has no source"
 
 
@@ -271,6 +271,7 @@ clusters = st.builds(
         fp32_flops_per_s=rates,
         bf16_flops_per_s=st.none() | rates,
         tf32_flops_per_s=st.none() | rates,
+        float8_flops_per_s=st.none() | rates,
         layer_overhead_s=times,
     ),
     levels=st.lists(

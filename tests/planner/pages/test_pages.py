@@ -134,7 +134,7 @@ def test_the_timeline_zooms_and_says_what_is_under_the_pointer(browser: Any, pag
     bar = page.query_selector(f"#timeline svg rect[aria-label^='{first}']")
     bar.hover()
     page.wait_for_selector("#timeline [aria-label='tip'] text")
-    assert "forward of micro-batch 0" in page.inner_text("#timeline [aria-label='tip']")
+    assert "forward of micro-batch 0" in page.text_content("#timeline [aria-label='tip']")
     assert problems == []
 
 

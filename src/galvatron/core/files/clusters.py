@@ -56,6 +56,7 @@ _DEVICE = Table(
         Key("fp32", "fp32_flops_per_s", COMPUTE_RATE, "achieved rate of a Transformer layer's forward in fp32"),
         Key("bf16", "bf16_flops_per_s", COMPUTE_RATE, "the same in bf16; left out where the device has none"),
         Key("tf32", "tf32_flops_per_s", COMPUTE_RATE, "the same with fp32 tensors and TF32 products, if any"),
+        Key("float8", "float8_flops_per_s", COMPUTE_RATE, "the same of products in float8, without casting, if any"),
         Key("layer_overhead", "layer_overhead_s", _LATENCY, "time a layer's forward takes however small its work"),
         Key("compiles", "compiles", FLAG, "whether blocks are compiled where nobody says (default true)"),
         Key("host_bandwidth", "host_bytes_per_s", BANDWIDTH, "between its memory and the host's, each way"),

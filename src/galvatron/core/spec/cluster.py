@@ -38,6 +38,8 @@ class Device:
     """Achieved rate in bf16; None: the device has no bf16."""
     tf32_flops_per_s: float | None = None
     """Achieved rate with fp32 tensors and TF32 products; None: the device has none."""
+    float8_flops_per_s: float | None = None
+    """Achieved rate of products in float8, scaled by rows, without casting; None: the device has none."""
     layer_overhead_s: float = 0.0
     """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
     compiles: bool = True
@@ -270,7 +272,8 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
-        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "price_per_hour", "power_w"):
+        later = ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s")
+        for name in (*later, "price_per_hour", "power_w"):
             if facts["device"][name] is None:
                 del facts["device"][name]
         for group in facts["groups"]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.parts import Experts, FusedLoss, Kept, TensorParallel
 from galvatron.core.spec.strategy import Kind, Strategy, degree_of
@@ -93,6 +94,8 @@ class Training:
     """Patterns of names of parameters, or of modules that hold them, that do not train."""
     train_only: tuple[str, ...] = ()
     """Patterns of those that do, if any is given: all others do not train."""
+    float8: bool = False
+    """Whether linear layers may be computed in float8."""
     lora: Lora | None = None
     """Adapters that train, while all that the model has itself does not; None: there are none."""
 
@@ -113,6 +116,8 @@ class Training:
             del facts["compile"]
         if self.optimizer == ADAMW.name:
             del facts["optimizer"]
+        if not self.float8:
+            del facts["float8"]
         kept = {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
         return kept if self.tunes else {name: own for name, own in kept.items() if name not in _TUNING}
 
@@ -152,6 +157,8 @@ class LayerSpec:
     """None: all of its parameters train, and it has no adapters."""
     fused_loss: FusedLoss | None = None
     """None: the layer has no loss that could be fused."""
+    float8: Float8 | None = None
+    """None: the layer has no linear layers that float8 pays for, or nobody asked."""
     selective: Kept | None = None
     """With selective recompute; None: there is nothing to select, or nobody knows."""
     but_attention: Kept | None = None
@@ -186,7 +193,7 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "fused_loss", "tuning", "selective", "but_attention"):
+        for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention"):
             if facts[name] is None:
                 del facts[name]
         return facts
@@ -282,6 +289,7 @@ class ModelSpec:
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and kind.allows_experts(strategy)
             and (not strategy.fused_loss or kind.fused_loss is not None)
+            and (not strategy.float8 or kind.float8 is not None)
             and kind.allows_grade(strategy)
         )
 

@@ -185,6 +185,22 @@ class LayerSwitches:
     )
     """Projection and cross-entropy in chunks of tokens, gradients in the forward pass; of a head that can."""
 
+    float8: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="f8",
+                title="float8",
+                help="Linear layers in float8 where it pays (default: off, for it rounds more).",
+                note="large linear layers in float8",
+                excludes=frozenset({Kind.TP}),
+                without=frozenset({"selective_recompute", "recompute_but_attention"}),  # which know other products
+                default=False,
+            )
+        },
+    )
+    """Products of the layer's large linear layers in float8, scaled by rows (torchao)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Switches(LayerSwitches):
@@ -231,6 +247,7 @@ class SwitchChoices(TypedDict, total=False):
     sequence_parallel: bool | None
     zero2: bool | None
     fused_loss: bool | None
+    float8: bool | None
     hybrid_sharding: bool | None
     accumulation: bool | None
     expert_parallel: bool | None

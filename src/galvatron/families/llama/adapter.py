@@ -30,7 +30,8 @@ __all__ = ["ADAPTER", "Llama"]
 @dataclass(frozen=True, slots=True)
 class _Context:
     batch: Batch
-    mask: Tensor | None = None
+    mask: Any = None
+    """A tensor, FlexAttention's block mask, or None where the kernel masks by itself."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine for each position; the same for all decoders."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from galvatron.core.spec.float8 import float8_of
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.facts.blocks import (
     AttentionShape,
@@ -122,6 +123,12 @@ class Llama:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
         )
+        if training.float8:
+            width = self.heads * (self.hidden // self.heads if self.head_dim is None else self.head_dim)
+            narrow = width // self.heads * kv_heads
+            shapes = [(self.hidden, width), (self.hidden, narrow), (self.hidden, narrow), (width, self.hidden)]
+            shapes += [(self.hidden, self.inner), (self.hidden, self.inner), (self.inner, self.hidden)]
+            decoder = replace(decoder, float8=float8_of(tokens, shapes))
         shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
         head = language_head((norm,), training, shape, boundary=boundary)
         return ModelSpec(

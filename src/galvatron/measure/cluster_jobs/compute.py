@@ -18,6 +18,7 @@ from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.peers import Peers
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
+from galvatron.runtime.float8 import has_float8
 from galvatron.runtime.optimizers import torch_class
 from galvatron.runtime.products import has_tf32, products
 
@@ -75,10 +76,21 @@ def device_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
         yield DeviceProbe.BF16, _computing(_block(kind, torch.bfloat16, device, _TOKENS[kind]), peers)
     if has_tf32(device):
         yield DeviceProbe.TF32, _computing(_with_tf32(fp32), peers)
+    if has_float8(device):
+        yield DeviceProbe.FLOAT8, _computing(_float8_product(device), peers)
     yield DeviceProbe.OVERHEAD, _computing(_tiny_layer(device), peers)
     yield DeviceProbe.OPTIMIZER, _computing(_optimizer_step(_PARAMETERS[kind], device), peers)
     if peers.world > 1:
         yield from _overlap_probes(peers)
+
+
+def _float8_product(device: torch.device) -> Callable[[], object]:
+    """As a linear layer twice as wide as the block's: 2·tokens·2h·6h operations, as many as the block has."""
+    hidden, kind = _HIDDEN[device.type], torch.float8_e4m3fn
+    left = torch.randn(_TOKENS[device.type], 2 * hidden, device=device).to(kind)
+    right = torch.randn(6 * hidden, 2 * hidden, device=device).to(kind).t()
+    scales = torch.ones(len(left), 1, device=device), torch.ones(1, 6 * hidden, device=device)
+    return lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _with_tf32(work: Callable[[], object]) -> Callable[[], object]:

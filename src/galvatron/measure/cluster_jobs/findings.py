@@ -48,6 +48,8 @@ class DeviceProbe(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     TF32 = "tf32"
+    FLOAT8 = "float8"
+    """One product, scaled by rows, of as many operations as those of FP32 together."""
     ALONE = "alone"
     """The work of FP32 on rank 0 while the others wait; in seconds as if they did not."""
     OVERHEAD = "overhead"
@@ -70,7 +72,7 @@ class DeviceFacts:
     memory_bytes: int
     reserved_bytes: int
     layer_flops: int
-    """Of one call of FP32, of BF16 and of TF32."""
+    """Of one call of FP32, of BF16, of TF32 and of FLOAT8."""
     optimizer_parameters: int
 
 

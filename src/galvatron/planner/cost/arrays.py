@@ -163,6 +163,7 @@ class StrategyArrays:
     recompute_but_attention: Bools
     offload: Bools
     fused_loss: Bools
+    float8: Bools
     sequence_parallel: Bools
     zero2: Bools
 
@@ -190,6 +191,7 @@ def layer_arrays(
             bool(strategy.sharding_factors),
             bool(strategy.experts),
             strategy.fused_loss,
+            strategy.float8,
         )
         for strategy in strategies
     ]

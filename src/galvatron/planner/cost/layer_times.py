@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, LayerSpec, ModelProfile, ModelSpec
+from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.tuning import Tuning, stock_kind
 
 __all__ = ["Variant", "measured_times"]
 
-Variant = tuple[int, bool, bool, bool, bool]
+Variant = tuple[int, bool, bool, bool, bool, bool]
 """Degree of TP, sequence parallelism, whether states are sharded, whether experts have axes of their own, whether the
 loss is fused."""
 
@@ -22,7 +24,7 @@ def measured_times(
     Where the profile knows a smaller degree only, what one sample takes is divided further. Experts with axes of their
     own make a layer as fast as at the best degree of EP that was measured; others add to it (``experts.py``).
     """
-    tp, sequence_parallel, sharded, own, fused = variant
+    tp, sequence_parallel, sharded, own, fused, float8 = variant
     overhead_s = cluster.device.layer_overhead_s
     tuning, name = kind.tuning or Tuning(), stock_kind(kind.name) if kind.tuning else kind.name
     time = profile.time_of(name, tp, sequence_parallel=sequence_parallel, fused_loss=fused) if profile else None
@@ -47,17 +49,36 @@ def measured_times(
         forward_s *= kind.forward_flops / (kind.forward_flops - tuning.adapter_flops)
     # Half of backward is for the input's gradient, half for those of the weights.
     ratio *= tuning.backward * (1 - 0.5 * tuning.frozen_parameters / max(kind.parameters, 1))
+    backward_s, weights_s = forward_s * ratio, 0.0
+    if float8 and kind.float8 is not None:
+        forward_s, backward_s, weights_s = _in_float8(kind.float8, (forward_s, backward_s), model, cluster)
     return (
         forward_s,
-        forward_s * ratio,
-        (overhead_s if fixed[0] is None else fixed[0]) + more[0],
-        tuning.backward * ((2 * overhead_s if fixed[1] is None else fixed[1]) + more[1]),
+        backward_s,
+        (overhead_s if fixed[0] is None else fixed[0]) + more[0] + weights_s,
+        tuning.backward * ((2 * overhead_s if fixed[1] is None else fixed[1]) + more[1] + weights_s),
         least[0] + more[0],
         tuning.backward * (least[1] + more[1]),
         tuning.backward * time.recompute_s if time else 0.0,
         memory.activation_bytes if memory else np.nan,
         memory.transient_bytes if memory else np.nan,
     )
+
+
+def _in_float8(
+    part: Float8, passes: tuple[float, float], model: ModelSpec, cluster: Cluster
+) -> tuple[float, float, float]:
+    """Forward and backward of a sample, and casting the weights once, where products are in float8: these take less and
+    casting is added. No pass gets faster than if all of it were such products."""
+    device, precision = cluster.device, model.training.precision
+    narrow, wide = device.float8_flops_per_s, device.flops_per_s(precision)
+    if narrow is None:
+        raise InvalidInput(f"device {device.name!r} has no float8 that is known; leave +f8 out")
+    casts = [size / device.memory_bytes_per_s for size in part.cast_bytes(precision.bytes)]
+    saved_s = part.forward_flops / wide - part.forward_flops / narrow
+    forward_s = max(passes[0] - saved_s, passes[0] * wide / narrow) + casts[0]
+    backward_s = max(passes[1] - 2 * saved_s, passes[1] * wide / narrow) + casts[1]
+    return forward_s, backward_s, casts[2]
 
 
 def _work_left(kind: LayerSpec, tp: int) -> float:

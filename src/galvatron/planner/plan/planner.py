@@ -116,8 +116,10 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        """The extensions searched; a model without experts has no use for expert parallelism."""
+        """The extensions searched; a model without experts has no use for expert parallelism, and a cluster that says
+        nothing of the host none for offload."""
         switches = default_switches(self.cluster) if self.switches is None else self.switches
+        switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
     @property

@@ -202,6 +202,10 @@ def _check_strategy(plan: PlanRecord, layer: LayerSpec, text: str, size: int, wh
         raise InvalidInput(f"{where}.strategy: {text!r} divides experts, but {layer.name!r} has {having}")
     if strategy.fused_loss and layer.fused_loss is None:
         raise InvalidInput(f"{where}.strategy: {text!r} fuses a loss, but {layer.name!r} has none that can be")
+    if strategy.float8 and layer.float8 is None:
+        raise InvalidInput(
+            f"{where}.strategy: {text!r} is in float8, but {layer.name!r} has no linear layers that it pays for"
+        )
     if not layer.allows_grade(strategy):
         raise InvalidInput(
             f"{where}.strategy: {text!r} keeps some results of {layer.name!r} or has them on the host, but the plan's "

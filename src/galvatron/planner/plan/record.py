@@ -220,7 +220,7 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
-        for name in ("selective_recompute", "recompute_but_attention", "offload"):
+        for name in ("selective_recompute", "recompute_but_attention", "offload", "float8"):
             if not facts["space"][name]:
                 del facts["space"][name]
         if self.space.limits is None:

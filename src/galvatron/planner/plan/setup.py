@@ -90,6 +90,8 @@ def request_for(
     # Its layers' sizes depend on neither.
     optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
     model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
+    if training.float8:
+        _check_float8(model, cluster)
     if setup.get("expert_imbalance") is not None:
         model = _imbalanced(model, setup["expert_imbalance"])
     memory, batch, batch_step = setup.get("memory"), setup.get("batch"), setup.get("batch_step")
@@ -130,6 +132,27 @@ def _reject_tuning(asked: Training, model: ModelSpec) -> None:
         raise InvalidInput(
             f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
             "other parameters are frozen or none; give the model's name, folder or configuration"
+        )
+
+
+def _check_float8(model: ModelSpec, cluster: Cluster) -> None:
+    """Whether it can be meant: on such devices, in such a precision, for such a model."""
+    training = model.training
+    if cluster.device.float8_flops_per_s is None:
+        raise InvalidInput(
+            f"float8: asked for, but device {cluster.device.name!r} has none that is known; drop --float8, or say the "
+            "rate of its products in the cluster file (float8 = …)"
+        )
+    if training.precision is not Precision.BF16:
+        raise InvalidInput(f"float8: asked for in {training.precision}; it goes with --precision bf16 alone")
+    if training.tunes:
+        raise InvalidInput(
+            "float8: asked for with frozen parameters or adapters, which it is not for; drop one of the two"
+        )
+    if all(kind.float8 is None for kind in model.kinds):
+        raise InvalidInput(
+            f"float8: no layer of {model.name} has linear layers that it is known to pay for (Llama's, with more than "
+            "1024 inputs and 2048 outputs); drop --float8"
         )
 
 
@@ -239,6 +262,7 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
         image_size=setup.get("image_size"),
         optimizer=ADAMW.name if optimizer is None else optimizer_named(optimizer).name,
         compile=(device is not None and device.compiles and not paper) if compiled is None else compiled,
+        float8=bool(setup.get("float8")),
         freeze=_patterns(setup.get("freeze")),
         train_only=_patterns(setup.get("train_only")),
         lora=_lora(setup),

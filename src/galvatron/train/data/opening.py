@@ -13,6 +13,7 @@ from galvatron.train.data.apart import KeptApart
 from galvatron.train.data.chat import Chat, chat_in
 from galvatron.train.data.dataset import Dataset, split
 from galvatron.train.data.documents import StorySource, TextSource, text_source
+from galvatron.train.data.examples import Examples
 from galvatron.train.data.images import image_folder, image_processor
 from galvatron.train.data.language import LanguageData, PackedStream
 from galvatron.train.data.objectives import SpanLengths, sample_maker_of
@@ -35,6 +36,8 @@ class Data:
     held_out: Dataset | None = None
     tokenizer: Path | None = None
     """Folder of the tokenizer, to be kept with the trained model; None for bytes, images and synthetic data."""
+    documents: bool = False
+    """Whether rows hold documents that are kept apart."""
 
 
 class DataOptions(TypedDict, total=False):
@@ -92,9 +95,10 @@ def open_data(
     source = text.source(spec)
     chosen, folder = text.tokenizer(source)
     dataset = text.dataset(source, chosen)
+    documents = isinstance(dataset, Examples)
     if evaluation is not None:
-        return Data(dataset, text.dataset(text.source(evaluation), chosen), folder)
-    return replace(_parted(dataset, held_out), tokenizer=folder)
+        return Data(dataset, text.dataset(text.source(evaluation), chosen), folder, documents)
+    return replace(_parted(dataset, held_out), tokenizer=folder, documents=documents)
 
 
 def _parted(dataset: Dataset, held_out: float, evaluated: Dataset | None = None) -> Data:

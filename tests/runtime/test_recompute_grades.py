@@ -143,9 +143,10 @@ def _predicted(case: Case, strategy: str) -> int:
     return int(tables.activation_bytes[kind, 0])
 
 
-def _kept(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> int:
+def _kept(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]], mutant: str = "") -> int:
     """On a rank: what the second forward keeps, which knows what backward needs."""
-    return kept_by_forward(case, plan, folder, given[0], 2)
+    with _mutated(mutant):
+        return kept_by_forward(case, plan, folder, given[0], 2)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +155,25 @@ def _kept(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, 
 )
 def test_what_stays_is_what_is_predicted(strategy: str) -> None:
     """Three blocks, and what embedding and head keep, which is the same whatever the blocks do."""
-    found = []
-    for middle in (strategy, strategy.partition("+")[0] + ("+sp" if "+sp" in strategy else "") + "+rc"):
-        stages = [["dp2" if strategy.startswith("dp") else strategy[:4].removesuffix("+"), *[middle] * 3, "dp2"]]
-        case = Case(config=_WIDE, stages=stages, batch=4, dtype=torch.float32, steps=1)
-        kept = ranks(2).run(_kept, case, _plan(case), first_weights(case), batches(case))
+    ours, predicted = _more_than_recomputed(strategy)
+    assert ours == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize(("mutant", "sign"), [("nothing", -1), longer("more", 1)])
+def test_a_rule_that_keeps_too_little_or_too_much_shows(mutant: str, sign: int) -> None:
+    ours, predicted = _more_than_recomputed("dp2+rs", mutant)
+    assert sign * (ours - predicted) > 0.1 * predicted
+
+
+def _more_than_recomputed(strategy: str, mutant: str = "") -> tuple[int, int]:
+    """What blocks keep more than if they were recomputed, found and predicted."""
+    axes, found = strategy.partition("+")[0], []
+    for middle in (strategy, axes + ("+sp" if "+sp" in strategy else "") + "+rc"):
+        case = Case(config=_WIDE, stages=[[axes, *[middle] * 3, axes]], batch=4, dtype=torch.float32, steps=1)
+        kept = ranks(2).run(_kept, case, _plan(case), first_weights(case), batches(case), mutant)
         found.append((kept[0], 3 * _predicted(case, middle)))
     (ours, predicted), (least, predicted_least) = found
-    assert ours - least == pytest.approx(predicted - predicted_least, rel=0.05)
+    return ours - least, predicted - predicted_least
 
 
 def _sent(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]], mutant: str) -> list[int]:
@@ -184,10 +196,11 @@ _SCATTER = "reduce_scatter_into"
 
 @contextmanager
 def _mutated(mutant: str) -> Iterator[None]:
-    """A rule that keeps nothing, or not what other ranks sent."""
+    """A rule that keeps nothing, or not what other ranks sent, or more than it should."""
     rule = selective.is_kept
     rules = {
         "nothing": lambda operation, grade: False,
+        "more": lambda operation, grade: rule(operation, grade) or "silu" in str(operation),
         "unsent": lambda operation, grade: rule(operation, grade) and selective.SENT not in str(operation),
     }
     with ExitStack() as stack:
@@ -281,7 +294,7 @@ def test_the_last_product_is_not_kept_once_that_is_known() -> None:
             output = checkpoint(model, torch.randn(2, 16), use_reentrant=False, context_fn=kept.contexts)
         stored = [result is not None for _, result in contexts[0]._results.made]  # type: ignore[attr-defined]
         output.sum().backward()
-    assert kept.needed == 2
+    assert kept.learned == (3, 2)
     assert stored == [True, True, False]
 
 
