@@ -47,7 +47,7 @@ def why_by_mask(stock: nn.Module, training: Training) -> str | None:
         return f"{kind} is of no known family, whose masks we make"
     if not getattr(stock, "_supports_flex_attn", False):
         return f"{kind} has no FlexAttention in transformers"
-    if training.dropout is not False and getattr(config, "attention_dropout", 0.0):
+    if training.dropout is not False and float(getattr(config, "attention_dropout", 0)) > 0:
         return "FlexAttention has no dropout"
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width < _LEAST_HEAD or width & (width - 1):
