@@ -33,7 +33,7 @@ def plan() -> galvatron.Plan:
 @pytest.fixture(scope="module")
 def page_file(plan: galvatron.Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    plan_page(plan).save(path)
+    plan_page(plan, seconds=0.5).save(path)
     return path
 
 
@@ -72,7 +72,7 @@ def test_a_page_is_one_small_file_that_names_no_address(page_file: Path, plan: g
 def test_many_micro_batches_stay_small() -> None:
     request = request_for("bert-tiny", "titan-rtx-8", Setup(batch=4096))
     many = priced(request, [["dp4", "tp2-dp2"], ["sdp4", "dp4"]], micro_batches=1024)
-    assert len(plan_page(many).html().encode()) < _MOST_BYTES
+    assert len(plan_page(many, seconds=0.0).html().encode()) < _MOST_BYTES
 
 
 def _opened(browser: Any, path: Path, **options: Any) -> tuple[Any, list[str]]:

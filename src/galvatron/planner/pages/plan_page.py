@@ -37,10 +37,10 @@ _ZOOM = (
 )
 
 
-def plan_page(plan: Plan) -> Page:
-    """A plan and what stands beside it. Searches the other spaces, and a few other batches and budgets."""
+def plan_page(plan: Plan, seconds: float = 6.0) -> Page:
+    """A plan and what stands beside it. Searches the other spaces, and, for so long, other batches and budgets."""
     explanation = explain(plan)
-    around = curves(request_of(plan), plan)
+    around = curves(request_of(plan), plan, seconds)
     return Page(
         title=f"{plan.model.name} on {plan.cluster.facts.name}",
         subtitle=plan_subtitle(plan),
