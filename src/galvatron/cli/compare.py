@@ -22,6 +22,7 @@ def command(
     cluster: opt.ClusterSource,
     memory: Annotated[str, typer.Option(help="Memory budgets, separated by commas: 8GB,12GB,16GB.")],
     setup: Setup,
+    html: Annotated[str | None, typer.Option(help="Write a page to look at to this file.")] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Compare the best plans of all spaces (DP, TP, PP, …) at several memory budgets."""
@@ -32,6 +33,10 @@ def command(
 
     budgets = [parse_bytes(part, where="memory") for part in memory.split(",")]
     comparison = compare(request_for(model, cluster, {**setup, "memory": max(budgets)}, load_any_model), budgets)
+    if html is not None:
+        from galvatron.planner.pages.comparison_page import comparison_page
+
+        comparison_page(comparison).save(html)
     if as_json:
         opt.print_json([_entry(cell) for row in comparison.rows for cell in row])
         return

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from galvatron.cli import options as opt
+
+if TYPE_CHECKING:
+    from galvatron.planner.plan.plan import Plan
 
 __all__ = ["command"]
 
 
 def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
+    html: Annotated[
+        str | None, typer.Option(help="Write a page to look at to this file: charts in one file, no network.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Write the predicted iteration to this file, for Perfetto (ui.perfetto.dev).")
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Explain a plan: why each layer has its strategy, where time and memory go, and how other spaces compare."""
     from galvatron.planner.plan.explain import explain, time_shares
     from galvatron.planner.plan.plan import Plan
 
-    explanation = explain(Plan.load(plan))
+    read = Plan.load(plan)
+    if trace is not None:
+        _write_trace(read, trace)
+    if html is not None:
+        from galvatron.planner.pages.plan_page import plan_page
+
+        plan_page(read).save(html)
+    if not as_json and (html is not None or trace is not None):
+        opt.show(f"written to {' and '.join(path for path in (html, trace) if path is not None)}")
+        return
+    explanation = explain(read)
     if as_json:
         more = explanation.one_more_gib
         opt.print_json(
@@ -52,3 +71,10 @@ def command(
     from galvatron.planner.plan.render import explanation_view
 
     opt.show(explanation_view(explanation))
+
+
+def _write_trace(plan: Plan, path: str) -> None:
+    from galvatron.planner.plan.timeline import timeline
+    from galvatron.planner.plan.trace import predicted_events, write_trace
+
+    write_trace(predicted_events(plan, timeline(plan)), path)

@@ -151,8 +151,29 @@ class Space:
     fixed: bool = False
     """3D: one strategy for all layers, 2-way TP inside DP inside a 2-way pipeline."""
     switches: Switches = PAPER
+    confined: tuple[tuple[Kind, int], ...] = ()
+    """Kinds of parallelism that must not leave islands of so many devices; 1: they are not used."""
+    degree: int | None = None
+    """The only degree of pipeline parallelism, where just one is searched."""
+    limits: str = ""
+    """The last two as a user said them."""
 
     def pipeline_degrees(self, devices: int) -> tuple[int, ...]:
+        """Those that the limits leave, of which there must be one."""
+        every = self._all_degrees(devices)
+        if not self.confined and self.degree is None:
+            return every
+        left = [each for each in every if self.degree in (None, each)]
+        usable = tuple(each for each in left if self._dense(devices // each))
+        if not usable:
+            stages = ", ".join(map(str, every))
+            raise InvalidInput(
+                f"{self.limits}: nothing is left of space {self.name!r} on {devices} devices, whose pipelines have "
+                f"{stages} stages; allow more, or use --space full"
+            )
+        return usable
+
+    def _all_degrees(self, devices: int) -> tuple[int, ...]:
         if self.pipeline == "none":
             return (1,)
         if self.pipeline == "all":
@@ -196,7 +217,9 @@ class Space:
         )
 
     def _allows(self, axes: tuple[Axis, ...]) -> bool:
-        """Whether no rule forbids these axes."""
+        """Whether no rule and no limit forbids these axes."""
+        if any(devices % factor.block for kind, devices in self.confined for factor in Strategy(axes).factors(kind)):
+            return False
         return self.switches.hybrid_sharding or not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(Strategy(axes)))
 
     def _dense(self, devices: int) -> tuple[Strategy, ...]:

@@ -242,7 +242,7 @@ class ParallelModel:
 
     @contextmanager
     def timed(self) -> Iterator[PassTimer]:
-        """Take the time of this rank's forward, backward (waiting included) and waiting for neighbours meanwhile."""
+        """Take the time of this rank's forward, backward and waiting for neighbours (``receive``) meanwhile."""
         self._pipeline.pass_timer = PassTimer(self.device)
         try:
             yield self._pipeline.pass_timer

@@ -130,8 +130,9 @@ class Loop:
         figures = {"loss": float(loss), "gradient_norm": float(norm), "learning_rate": rate}
         self._check_finite(step, figures, before.samples_seen)
         self.watch.at(step, "optimizer")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with torch.profiler.record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return figures
 
     def _check_finite(self, step: int, figures: dict[str, float], samples_before: int) -> None:

@@ -129,9 +129,8 @@ class IterationTimes:
         self._data_s = time.perf_counter() - started
 
     def _note(self, taken: dict[str, float]) -> None:
-        inside = taken.get("waiting in backward", 0.0)
-        work_s = taken.get("forward", 0.0) + taken.get("backward", 0.0) - inside
-        waiting_s = taken.get("waiting", 0.0) + inside
+        work_s = taken.get("forward", 0.0) + taken.get("backward", 0.0)
+        waiting_s = taken.get("receive", 0.0)
         self._parts.append((work_s, waiting_s, self._data_s, self.last_s - work_s - waiting_s - self._data_s))
 
     @property

@@ -47,9 +47,19 @@ class RunFolder:
     def report_file(self) -> Path:
         return self.path / "report.json"
 
+    @property
+    def report_page_file(self) -> Path:
+        """The report as a page to look at."""
+        return self.path / "report.html"
+
     def trace_file(self, rank: int) -> Path:
         """What PyTorch's profiler saw of one step."""
         return self.path / f"trace-rank{rank}.json"
+
+    @property
+    def both_traces_file(self) -> Path:
+        """The passes of that step on all ranks, beside those that the plan predicts."""
+        return self.path / "trace.json"
 
     @property
     def cache(self) -> Path:

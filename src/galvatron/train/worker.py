@@ -27,12 +27,14 @@ from galvatron.train.data.loader import Loader, Position
 from galvatron.train.inputs import open_run_data
 from galvatron.train.loop import Loop, Outcome
 from galvatron.train.meters import IterationTimes, PeakMemory, used_bytes
-from galvatron.train.metrics import open_sinks
+from galvatron.train.metrics import open_sinks, read_metrics
 from galvatron.train.phases import Phases
 from galvatron.train.progress import Display, say
 from galvatron.train.report import Report, phases_line, report_view
+from galvatron.train.report_page import report_page
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
+from galvatron.train.traces import write_both_traces
 
 __all__ = ["train_rank"]
 
@@ -169,6 +171,7 @@ def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None
         sink.close()
     loop.display.close()
     folder.write_outcome(outcome.step, stopped=outcome.stopped)
+    write_both_traces(folder, plan)
     if outcome.stopped:
         loop.display.say(f"stopped after step {outcome.step}, which is saved; go on with --resume")
     iteration_s = loop.times.iteration_s
@@ -178,6 +181,7 @@ def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None
     report = Report.of(plan, ranks, iteration_s, outcome.losses, len(outcome.losses))
     report = replace(report, phases=loop.phases.seconds)
     folder.report_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    report_page(plan, report, read_metrics(folder.metrics_file)).save(folder.report_page_file)
     loop.display.view(report_view(plan, report))
 
 

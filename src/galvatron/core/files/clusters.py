@@ -65,6 +65,8 @@ _DEVICE = Table(
         Key("compiles", "compiles", FLAG, "whether blocks are compiled where nobody says (default true)"),
         Key("host_bandwidth", "host_bytes_per_s", BANDWIDTH, "between its memory and the host's, each way"),
         Key("host_memory", "host_memory_bytes", BYTES.between("1MiB", "1024TiB"), "its share of the host's memory"),
+        Key("price_per_hour", "price_per_hour", number(0, 1e6), "what an hour of one device costs, in any currency"),
+        Key("power", "power_w", number(0, 1e6), "watts that one device draws while it trains"),
     ),
 )
 _LEVEL = Table(

@@ -55,6 +55,10 @@ class Device:
     """Between its memory and the host's, each way; None: nobody knows, and nothing is offloaded."""
     host_memory_bytes: int | None = None
     """Its share of the host's memory, for what is offloaded."""
+    price_per_hour: float | None = None
+    """What an hour of it costs, in whatever currency; None: not said. Changes no plan."""
+    power_w: float | None = None
+    """What it draws while it trains, its share of the host included where that is known; None: not said."""
 
     def flops_per_s(self, precision: Precision) -> float:
         rates = {
@@ -285,7 +289,8 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
-        for name in ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s", *_PEAKS):
+        later = ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s", *_PEAKS)
+        for name in (*later, "price_per_hour", "power_w"):
             if facts["device"][name] is None:
                 del facts["device"][name]
         for group in facts["groups"]:
@@ -298,8 +303,8 @@ class Cluster:
         """Identifies the facts, whatever file or preset they came from."""
         facts = self.to_dict()
         del facts["name"], facts["source"]
-        for peak in _PEAKS:
-            facts["device"].pop(peak, None)
+        for name in (*_PEAKS, "price_per_hour", "power_w"):  # the same cluster may cost more tomorrow
+            facts["device"].pop(name, None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galvatron.core.spec import Cluster, ModelProfile, ModelSpec, OptimizerSpec, optimizer_named
+from galvatron.core.spec import Cluster, ModelProfile, ModelSpec, OptimizerSpec, Strategy, optimizer_named
 from galvatron.planner.cost.conventions import Conventions
 
 __all__ = ["CostInputs"]
@@ -18,6 +18,8 @@ class CostInputs:
     cluster: Cluster
     conventions: Conventions
     profile: ModelProfile | None = None
+    pins: tuple[tuple[str, Strategy], ...] = ()
+    """Kinds of layer that keep a strategy: any other is impossible for them."""
 
     @property
     def optimizer(self) -> OptimizerSpec:

@@ -342,6 +342,8 @@ def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
     """Whether a strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
     if strategy.offload and not cost.cluster.device.offloads:
         return False
+    if dict(cost.pins).get(kind.name, strategy) != strategy:
+        return False
     if not strategy.experts:
         return cost.model.allows(kind, strategy)
     return (

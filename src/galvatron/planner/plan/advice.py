@@ -14,9 +14,9 @@ from galvatron.families import load_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
-from galvatron.planner.space import Space, space_named
+from galvatron.planner.space import Space
 
-__all__ = ["feasible_batch", "impossibility", "make_plan", "smallest_budget"]
+__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget"]
 
 _TRIED = 256
 _PRICING_S = 0.7
@@ -37,7 +37,7 @@ def _feasible_batch(request: Request, feasibility: Feasibility) -> int | None:
 
 def impossibility(request: Request) -> str:
     """Why no amount of memory would help, with the numbers that do not divide."""
-    space = space_named(request.space, request.effective_switches)
+    space = request.searched_space
     reasons = [_stuck(request, space, degree) for degree in space.pipeline_degrees(request.cluster.devices)]
     return "; ".join(reasons[:3])
 
@@ -86,6 +86,7 @@ def _explained(request: Request) -> GalvatronError:
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"
+    where += f" within {request.limits}" if request.limits else ""
     least = smallest_budget(request)
     if least is None:
         batch = f"batch: {request.batch}: " if request.batch else ""
@@ -140,6 +141,9 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
             yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
     if request.space != "full":
         yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])
+    if request.limits:
+        free = replace(request, limits=None)
+        yield iter([_Change(f"without the limits {request.limits}", "", free)])
     training = request.model.training
     if training.precision is not Precision.BF16 and request.cluster.device.bf16_flops_per_s is not None:
         yield _retrained(request, "bf16", "--precision bf16", precision=Precision.BF16)
@@ -188,7 +192,7 @@ def _retrained(request: Request, what: str, option: str, **changes: Any) -> Iter
 
 def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
     for change in changes:
-        if _fits(change.request):
+        if fits(change.request):
             yield change
             return
 
@@ -199,7 +203,8 @@ def _priced(change: _Change, deadline: float) -> str:
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 
-def _fits(request: Request) -> bool:
+def fits(request: Request) -> bool:
+    """Whether some plan fits the budget at the smallest batch that can be divided."""
     feasibility = Feasibility(request.problem())
     batch = _feasible_batch(request, feasibility)
     return batch is not None and feasibility.fits(batch)

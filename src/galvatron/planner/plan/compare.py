@@ -40,8 +40,8 @@ def compare(request: Request, budgets: Sequence[int]) -> Comparison:
 
 
 def _cell(request: Request, space: str, budget: int) -> Cell:
-    asked = replace(request, space=space, memory_bytes=budget)
     try:
+        asked = replace(request, space=space, memory_bytes=budget)
         plan = try_plan(asked)
         if plan is None and feasible_batch(asked) is None:
             return Cell(space, budget, None, "not possible")

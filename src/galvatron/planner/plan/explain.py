@@ -64,6 +64,7 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
     tables = costs.tables(np.array(plan.micro_batch), np.array(plan.micro_batches))
     names = [str(strategy) for strategy in strategies]
     rows = {kind.name: row for row, kind in enumerate(model.kinds)}
+    pinned = {pin.layer for pin in (request.limits.pins if request.limits else ())}
     reasons = []
     for stage in plan.stages:
         memory = tables.state_bytes + stage.in_flight * tables.activation_bytes
@@ -74,7 +75,9 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
             gain_s = float(time[chosen] - time[fastest]) * plan.micro_batches / 1e9
             extra = int(memory[row, fastest] - memory[row, chosen])
             saves = f"would save {format_seconds(gain_s)} an iteration"
-            if gain_s <= 0:
+            if layer.layer in pinned:
+                reasons.append("pinned")
+            elif gain_s <= 0:
                 reasons.append("the fastest for this layer")
             elif extra > 0:
                 reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
@@ -103,6 +106,7 @@ def request_of(plan: Plan) -> Request:
         conventions=conventions,
         profile=plan.profile,
         max_micro_batches=space.max_micro_batches,
+        limits=space.limits,
     )
 
 

@@ -31,6 +31,10 @@ class _Sizes(TypedDict, total=False):
     batch_step: Annotated[int | None, "Search batches in steps of this many samples (default 8)."]
     max_batch: Annotated[int | None, "Largest batch searched, in samples."]
     max_micro_batches: Annotated[int | None, "Largest number of micro-batches to consider (default: any)."]
+    max_micro_batch: Annotated[int | None, "Largest number of samples in a micro-batch."]
+    pipeline: Annotated[int | None, "Exactly this many pipeline stages; 1: no pipeline."]
+    pin: Annotated[str | None, "Kinds of layer that keep a strategy, by commas: encoder=tp8,head=dp8."]
+    forbid: Annotated[str | None, "Parallelism not to use, by commas: tp; or not across islands: tp:node."]
     space: Annotated[str, "Strategies to search: full, dp, tp, pp, sdp, 3d, dp+tp or dp+pp."]
     schedule: Annotated[str | None, f"Pipeline schedule: {_SCHEDULES} (default {ONE_F_ONE_B.name})."]
     cuts: Annotated[

@@ -43,6 +43,12 @@ class Plan(PlanRecord):
         except OSError as error:
             raise InvalidInput(f"cannot write plan to {str(path)!r}: {error.strerror or error}") from error
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from galvatron.planner.plan.notebook import notebook_html  # only a notebook asks
+
+        return notebook_html(self)
+
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file, or raise :class:`galvatron.InvalidInput` naming file, field, value and remedy."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec.limits import Limits
 from galvatron.planner.cost import (
     GALVATRON,
     NEVER,
@@ -20,6 +21,7 @@ from galvatron.planner.cost import (
     Pace,
     iteration_ns,
 )
+from galvatron.planner.plan.limiting import limited_space, pinned
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import (
     FORMAT_VERSION,
@@ -33,7 +35,7 @@ from galvatron.planner.plan.record import (
     TimeUse,
 )
 from galvatron.planner.search import CutRule, Optimum, Problem, search
-from galvatron.planner.space import Switches, default_switches, space_named
+from galvatron.planner.space import Space, Switches, default_switches, space_named
 
 __all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
 
@@ -69,6 +71,8 @@ class Request:
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
     max_micro_batches: int | None = None
+    limits: Limits | None = None
+    """What else is ruled out of the space; None: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "batch_step", "max_batch", "max_micro_batches"):
@@ -102,7 +106,9 @@ class Request:
             )
         if self.budget_bytes <= 0:
             raise InvalidInput("memory: the budget must be positive")
-        space_named(self.space)
+        self._pins()
+        if self.limits and self.limits.max_micro_batch is not None and self.limits.max_micro_batch < 1:
+            raise InvalidInput(f"max-micro-batch: {self.limits.max_micro_batch} given; it must be at least 1")
 
     @property
     def budget_bytes(self) -> int:
@@ -137,11 +143,26 @@ class Request:
         switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
+    @property
+    def searched_space(self) -> Space:
+        """The space of the request's name, with its extensions and within its limits."""
+        return limited_space(space_named(self.space, self.effective_switches), self.limits, self.cluster)
+
+    def _pins(self) -> tuple[tuple[str, Strategy], ...]:
+        return pinned(self.limits, self.model, self.searched_space, self.cluster.devices)
+
     def problem(self) -> Problem:
         """The search problem this request is."""
         return Problem(
-            cost=CostModel(model=self.model, cluster=self.cluster, conventions=self.conventions, profile=self.profile),
-            space=space_named(self.space, self.effective_switches),
+            cost=CostModel(
+                model=self.model,
+                cluster=self.cluster,
+                conventions=self.conventions,
+                profile=self.profile,
+                pins=self._pins(),
+            ),
+            space=self.searched_space,
+            max_micro_batch=self.limits.max_micro_batch if self.limits else None,
             schedule=self.schedule,
             budget=self.cluster.tensor_bytes(self.budget_bytes),
             batches=self.batches,
@@ -214,6 +235,7 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
             conventions=request.conventions.name,
             batches=request.batches,
             max_micro_batches=request.max_micro_batches,
+            limits=request.limits or None,
         ),
         memory_budget_bytes=request.budget_bytes,
         schedule=request.schedule.name,

@@ -106,6 +106,7 @@ def _check_space(plan: PlanRecord) -> None:
             raise InvalidInput(f"space.{name}: {value!r} is not one of {', '.join(known)}")
     if plan.batch not in space.batches or min(space.batches) < 1:
         raise InvalidInput(f"space.batches: they do not hold the plan's batch of {plan.batch}")
+    _check_limits(plan)
     if space.max_micro_batches is not None and space.max_micro_batches < plan.micro_batches:
         raise InvalidInput(
             f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
@@ -116,6 +117,28 @@ def _check_space(plan: PlanRecord) -> None:
         for name, value in asdict(time).items():
             if name.endswith("_s") and value is not None and not (0 <= value < 1e6 and (value or name != "forward_s")):
                 raise InvalidInput(f"profile.times[{index}].{name}: {value} given; expected seconds, forward_s above 0")
+
+
+def _check_limits(plan: PlanRecord) -> None:
+    """A plan keeps the limits that it says it was made within."""
+    limits = plan.space.limits
+    if limits is None:
+        return
+    if limits.pipeline_degree not in (None, len(plan.stages)):
+        raise InvalidInput(
+            f"space.limits.pipeline_degree: {limits.pipeline_degree}, but the plan has {len(plan.stages)} stages"
+        )
+    if limits.max_micro_batch is not None and plan.micro_batch > limits.max_micro_batch:
+        raise InvalidInput(
+            f"space.limits.max_micro_batch: {limits.max_micro_batch}, but micro-batches have {plan.micro_batch} samples"
+        )
+    pins = {pin.layer: pin.strategy for pin in limits.pins}
+    for layer in (layer for stage in plan.stages for layer in stage.layers):
+        if pins.get(layer.layer, layer.strategy) != layer.strategy:
+            raise InvalidInput(
+                f"space.limits.pins: {layer.layer!r} keeps {pins[layer.layer]!r}, but layer {layer.index} has "
+                f"{layer.strategy!r}"
+            )
 
 
 def _check_numbers(plan: PlanRecord) -> None:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from galvatron.core.spec import SWITCHES, Cluster, LayerSpec, ModelProfile, ModelSpec, Strategy, Switches, Training
+from galvatron.core.spec.limits import Limits
 
 __all__ = [
     "FORMAT_VERSION",
@@ -93,6 +94,8 @@ class SpaceFacts(Switches, _SpaceName):
     batches: tuple[int, ...]
     """Batch sizes considered."""
     max_micro_batches: int | None
+    limits: Limits | None = None
+    """What else was ruled out; only plans made within limits have it."""
 
     @property
     def switches(self) -> Switches:
@@ -220,6 +223,8 @@ class PlanRecord:
         for name in ("selective_recompute", "recompute_but_attention", "offload", "float8"):
             if not facts["space"][name]:
                 del facts["space"][name]
+        if self.space.limits is None:
+            del facts["space"]["limits"]
         if all(kind.experts is None for kind in self.model.kinds):
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:

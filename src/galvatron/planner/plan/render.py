@@ -122,6 +122,8 @@ def _rules(plan: Plan) -> str:
         rules.append(f"cuts by {space.cuts}")
     if space.max_micro_batches is not None:
         rules.append(f"at most {space.max_micro_batches} micro-batches")
+    if space.limits:
+        rules.append(f"within {space.limits}")
     return f" ({'; '.join(rules)})" if rules else ""
 
 

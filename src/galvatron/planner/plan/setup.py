@@ -32,10 +32,12 @@ from galvatron.core.spec import (
     optimizer_named,
     schedule_named,
 )
+from galvatron.core.spec.limits import Limits
 from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.core.units import parse_bytes, parse_count
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
+from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
@@ -114,6 +116,7 @@ def request_for(
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
+        limits=_limits(setup),
     )
 
 
@@ -165,6 +168,17 @@ def _samples(tokens: int, model: ModelSpec, devices: int) -> int:
         )
     samples = tokens / length
     return round(samples / devices) * devices if samples >= devices else 2 ** round(math.log2(samples))
+
+
+def _limits(setup: Setup) -> Limits | None:
+    """What a user rules out; None: nothing."""
+    limits = Limits(
+        pins=parse_pins(setup.get("pin")),
+        forbid=parse_forbid(setup.get("forbid")),
+        pipeline_degree=setup.get("pipeline"),
+        max_micro_batch=setup.get("max_micro_batch"),
+    )
+    return limits or None
 
 
 def _reject_tuning(asked: Training, model: ModelSpec) -> None:

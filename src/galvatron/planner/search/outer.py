@@ -56,6 +56,8 @@ class Problem:
     """Bytes for tensors on each device."""
     batches: tuple[int, ...]
     max_micro_batches: int | None = None
+    max_micro_batch: int | None = None
+    """Most samples of a micro-batch."""
     cuts: CutRule = CutRule.EXACT
 
 
@@ -222,10 +224,11 @@ class Search:
 
     def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
         """Counts that divide the batch and that the schedule can run."""
+        most, largest = self.problem.max_micro_batches or batch, self.problem.max_micro_batch or batch
         if degree == 1 and not self.problem.space.switches.accumulation:
-            return [1]
-        most = self.problem.max_micro_batches or batch
-        return [count for count in divisors(batch) if count <= most and self.problem.schedule.runs(degree, count)]
+            return [1] if batch <= largest else []
+        counts = [count for count in divisors(batch) if count <= most and batch // count <= largest]
+        return [count for count in counts if self.problem.schedule.runs(degree, count)]
 
     def _undominated(self, degree: int) -> list[tuple[int, int]]:
         """Pairs (batch, micro-batches) worth a look.

@@ -157,7 +157,7 @@ class Pipeline:
                     losses.append(done.loss.detach())
                 if done.loss is not None or done.edges:
                     self.expect_backward(left == 0)
-                    self._backward(done)
+                    self._backward(done, action.micro_batch)
                 batch.micro_batches[action.micro_batch].release()
         self._finish_sending()
         return torch.stack(losses).sum() if losses else None
@@ -178,13 +178,13 @@ class Pipeline:
         inputs: Activations = ()
         if self.neighbours.receive_forward is not None:
             inputs = self.empty_inputs(batch)
-            with self._timed("waiting"):
+            with self._timed("receive", number):
                 self.neighbours.receive_forward.receive(inputs)
             if torch.is_grad_enabled():
                 received = self.gradients_from.heard(self.neighbours.receive_forward, inputs)
                 for tensor, has_gradient in zip(inputs, received, strict=True):
                     tensor.requires_grad_(has_gradient)
-        with self._timed("forward"):
+        with self._timed("forward", number):
             outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
         if self.neighbours.send_forward is not None:
             self._send(self.neighbours.send_forward, outputs)
@@ -192,25 +192,28 @@ class Pipeline:
                 self.gradients_from.told(self.neighbours.send_forward, outputs)
         return inputs, outputs
 
-    def _backward(self, done: _Pass) -> None:
-        with self._timed("backward"):
-            if done.loss is not None:
-                torch.autograd.backward(done.loss)
-            else:
-                torch.autograd.backward(done.edges, self._received(done.outlines))
+    def _backward(self, done: _Pass, number: int) -> None:
+        gradients = self._received(done.outlines, number) if done.loss is None else None
+        with self._timed("backward", number):
+            torch.autograd.backward(done.edges if done.loss is None else done.loss, gradients)
+        del gradients
         if self.neighbours.send_backward is not None and done.inputs:
             self._send(self.neighbours.send_backward, [_gradient(tensor) for tensor in done.inputs])
 
-    def _received(self, outlines: Sequence[tuple[torch.Size, torch.dtype]]) -> Activations:
+    def _received(self, outlines: Sequence[tuple[torch.Size, torch.dtype]], number: int) -> Activations:
         """The gradients of a micro-batch's outputs."""
         assert self.neighbours.receive_backward is not None
         gradients = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in outlines)
-        with self._timed("waiting in backward"):
+        with self._timed("receive", number):
             self.neighbours.receive_backward.receive(gradients)
         return gradients
 
-    def _timed(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.pass_timer is None else self.pass_timer(name)
+    @contextmanager
+    def _timed(self, name: str, number: int) -> Iterator[None]:
+        """One pass of a micro-batch, or the wait for its input; profilers see it as a plan's trace names it."""
+        timer: AbstractContextManager[None] = nullcontext() if self.pass_timer is None else self.pass_timer(name)
+        with torch.profiler.record_function(f"{name} {number}"), timer:
+            yield
 
     def _send(self, transfer: StageTransfer, tensors: Sequence[Tensor]) -> None:
         """Start sending. The send before it over this transfer is waited for: its receiver, which asked for it first,
