@@ -139,7 +139,7 @@ def _arranged(
 
 SETUP_PANELS: dict[str, tuple[str, ...]] = {
     "Devices": ("cluster", "devices", "node_link", "memory", "virtual"),
-    "Batch": ("batch", "batch_tokens", "batch_step", "max_batch", "max_micro_batches"),
+    "Batch": ("batch", "batch_tokens", "batch_step", "max_batch", "max_micro_batches", "max_micro_batch"),
     "Model": (
         "precision",
         "attention",
@@ -152,7 +152,7 @@ SETUP_PANELS: dict[str, tuple[str, ...]] = {
         "profile",
     ),
     "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets"),
-    "Search": ("space", "schedule", "cuts", "paper"),
+    "Search": ("space", "schedule", "cuts", "paper", "pipeline", "pin", "forbid"),
     "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
 }
 """Panels of the help for the options of a setup."""

@@ -134,6 +134,32 @@ def test_equals_brute_force_within_limits(trials: int, monkeypatch: pytest.Monke
     assert binding >= trials // 10, "the instances test too little: limits seldom decide"
 
 
+def _spans(strategy: Strategy, kind: Kind, island: int) -> bool:
+    return any(len({rank // island for rank in group}) > 1 for group in _groups(strategy, kind))
+
+
+@pytest.mark.parametrize("trials", [40, longer(400)])
+def test_what_the_optimum_uses_can_be_forbidden(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances in which forbidding matters: of a kind of parallelism that the best plan uses across islands."""
+    changed = 0
+    for trial in range(trials):
+        rng = np.random.default_rng((43, trial))
+        problem = limited(rng, random_problem(rng, most_work=400))
+        optimum = search(problem)
+        if optimum is None:
+            continue
+        island = int(rng.choice([1, 2]))
+        used = [strategy for stage in optimum.strategies for strategy in stage]
+        kinds = [kind for kind in (Kind.DP, Kind.SDP, Kind.TP) if any(_spans(own, kind, island) for own in used)]
+        if not kinds:
+            continue
+        asked = _Asked(kind=kinds[int(rng.integers(len(kinds)))], island=island, degree=None, pin=None, most=None)
+        expected = _brute(problem, asked, monkeypatch)
+        assert _found(_within(problem, asked)) == expected, (trial, asked)
+        changed += expected < _found(problem)
+    assert changed >= trials // 5, "the instances test too little: forbidding seldom decides"
+
+
 def test_what_is_asked_for_is_kept_and_remembered() -> None:
     plan = galvatron.plan(
         "bert-tiny", "titan-rtx-8", batch=32, pin="encoder=tp2-dp2", forbid="sdp:pair", pipeline=2, max_micro_batch=8
