@@ -19,6 +19,7 @@ _SIZES = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
+@torch.no_grad()
 def test_documents_in_one_row(kind: str) -> None:
     """A family of ours and a model of none: the loss of the packed row is that of its documents by themselves."""
     torch.manual_seed(0)

@@ -122,6 +122,7 @@ class _Gated(torch.nn.Module):
 @pytest.mark.parametrize(
     ("grade", "kept"), [(Grade.PRODUCTS, 16 + 48 + 17 + 16 + 64), longer(Grade.ATTENTION, 16 + 17)]
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
 def test_a_compiled_block_keeps_what_its_grade_says(grade: Grade, kept: int) -> None:
     """In elements a token: input, projections, attention (with a sum for each of two heads, one in 8 of its elements
     here), its output's projection, the first product of the feed-forward part; not the last."""

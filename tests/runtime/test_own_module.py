@@ -175,7 +175,7 @@ def test_what_cannot_be_meant_is_said_in_the_users_words() -> None:
         own_module(model, (torch.zeros(2, 3), torch.zeros(2, 1)))
     with pytest.raises(InvalidInput, match="has a str in it"):
         own_module(model, {"points": torch.zeros(2, 3), "scale": "large"}, _loss)
-    with pytest.raises(InvalidInput, match="precision: 'fp8' given; expected one of fp32, bf16"):
+    with pytest.raises(InvalidInput, match="precision: 'fp8' given; expected one of fp32, tf32, bf16"):
         galvatron.describe(model, _points(4, 0), "fp8", inputs=_inputs, loss=_loss)
     found = own_module(model, _points(4, 0), _loss, _inputs)
     assert found is not None
