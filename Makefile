@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # On all cores, which pip does not use; the models of transformers that nobody imports are left out.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|/torch/testing/|/wandb/|/pip/' .venv/lib
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|/torch/testing/|/wandb/|/pip/|/pandas/|/pyarrow/|/scipy/|/networkx/|/sympy/' .venv/lib
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev

@@ -46,6 +46,7 @@ def _table(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, results: Pa
     return read_runs(results)
 
 
+@pytest.mark.slow
 def test_each_run_has_fresh_ranks(fork_server: ForkServer) -> None:
     for _ in range(2):
         outcome = fork_server.run(TellRank(), 3, CPU, 60)

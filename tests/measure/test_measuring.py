@@ -92,6 +92,7 @@ def test_no_rank_waits_for_the_garbage_collector_of_another() -> None:
     assert all(count > 10_000 for count in measured(FrozenObjects(), None))
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_rank_is_said_without_a_traceback(cache: Path) -> None:
     cluster = load_cluster("cpu-4")
     broken = load_model("bert-tiny", Training(sequence_length=16))

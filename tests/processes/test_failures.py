@@ -59,6 +59,7 @@ def test_wrong_number_of_processes_is_said_once_without_a_traceback(tmp_path: Pa
     assert "train.py" not in done.stderr.split("error: ")[0]
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_is_shown_first_and_all_stop(tmp_path: Path, plan_file: Path) -> None:
     """Rank 0 trains on and hangs in a collective; rank 1's error is what stands at the top."""
     done, seconds = _run(2, tmp_path / "train.py", plan_file)
@@ -83,6 +84,7 @@ print("still", "there")
 """
 
 
+@pytest.mark.slow
 def test_at_a_prompt_without_torchrun(tmp_path: Path) -> None:
     """A plan for one device needs no process group, and an error does not end the session."""
     plan = tmp_path / "plan.json"

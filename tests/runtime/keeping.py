@@ -10,6 +10,7 @@ import torch
 from oracle import Case
 from parity import build
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import galvatron
 from galvatron.runtime.model import ParallelModel
@@ -22,7 +23,7 @@ def _live_bytes(model: ParallelModel | None = None) -> int:
     gc.collect()
     storages = {}
     for found in gc.get_objects():
-        if isinstance(found, Tensor) and not found.is_meta:
+        if isinstance(found, Tensor) and not isinstance(found, FakeTensor) and not found.is_meta:
             storage = getattr(found, "_local_tensor", found).untyped_storage()
             storages[storage._cdata] = storage
     del gradients

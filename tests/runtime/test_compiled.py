@@ -119,6 +119,7 @@ class _Gated(torch.nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grade", "kept"), [(Grade.PRODUCTS, 16 + 48 + 17 + 16 + 64), longer(Grade.ATTENTION, 16 + 17)]
 )

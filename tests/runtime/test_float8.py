@@ -60,6 +60,7 @@ def _converted(case: Case) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_dp_and_sdp_train_as_torchao_in_one_process() -> None:
     """Weights' gradients are scaled by the tokens of a rank, so the one process has them rank by rank, too."""
     pytest.importorskip("torchao")

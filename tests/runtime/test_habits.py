@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import galvatron
 from galvatron.core.errors import InvalidInput
+from galvatron.runtime.optimizers import AdamWBF16
+from galvatron.runtime.pending_loss import PendingLoss
 
 _MIXED = Case(config=config("gpt2"), stages=[["tp2", "sdp2"], ["dp2", "tp2"]], batch=8, micro_batches=2, clip=0.5)
 
@@ -33,7 +36,13 @@ def _clipping(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[di
         losses.append(float(model.forward_backward(batch)))
         if step == 0:
             gradients = [own.gradient.clone() for own in held(model)]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
+        own = list(model.parameters())
+        if step % 2:  # the same in two steps
+            norm = nn.utils.get_total_norm([each.grad for each in own if each.grad is not None])
+            nn.utils.clip_grads_with_norm_(own, case.clip, norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(own, case.clip)
+        norms.append(float(norm))
         optimizer.step()
         model.zero_grad()
     return Trained(losses, norms, [replace(own, gradient=g) for own, g in zip(held(model), gradients, strict=True)])
@@ -151,3 +160,23 @@ def test_train_and_eval() -> None:
     for found in ranks(2).run(_modes, plan_for(case), batches(case)[0]):
         assert found["still"] == pytest.approx(found["exact"]) == found["evaluated"] == found["again"]
         assert found["dropped"] != pytest.approx(found["exact"])
+
+
+def test_losses_compare_as_numbers() -> None:
+    loss, other, none = (PendingLoss(torch.tensor(value), None) for value in (1.5, 1.5, math.nan))
+    assert loss == other == 1.5
+    assert loss != 2.0
+    assert none != none, "the usual test for what is no number"
+
+
+def test_moments_in_bf16_refuse_what_they_do_not_have() -> None:
+    with pytest.raises(InvalidInput, match="amsgrad"):
+        AdamWBF16([nn.Parameter(torch.zeros(2))], amsgrad=True)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = AdamWBF16([parameter], lr=0.1)
+
+    def closure() -> float:
+        parameter.grad = torch.ones(2)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0

@@ -194,6 +194,7 @@ def test_equals_one_process(
             torch.testing.assert_close(parameters[own], tensor, rtol=1e-6, atol=1e-7, msg=own)
 
 
+@pytest.mark.slow
 def test_what_it_is_to_the_planner() -> None:
     spec = galvatron.describe(_model("llava").float(), _batches("llava", _ONE)[0])
     kinds = {kind.name: kind for kind in spec.kinds}

@@ -122,7 +122,7 @@ _QWEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stages", [[["tp2"] * 4], longer([["sdp2"] * 2, ["tp2"] * 2])])
+@pytest.mark.parametrize("stages", [longer([["tp2"] * 4]), longer([["sdp2"] * 2, ["tp2"] * 2])])
 def test_a_model_of_no_family(stages: list[list[str]]) -> None:
     """Which is compared with a tiny copy that has adapters too, before it trains."""
     _check(_Adapted(config=_QWEN, stages=stages, batch=4, dtype=torch.float32))

@@ -39,6 +39,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network the run is kept on disk."""
     pytest.importorskip("wandb")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -91,8 +91,8 @@ def _request(model: str, cluster: str, setup: Setup, *, fresh: bool) -> Request:
         from galvatron.cli.progress import shown_progress
         from galvatron.measure.auto import request_here
 
-        devices = setup.pop("devices", None)
-        return request_here(model, setup, devices=devices, measuring=shown_progress, fresh=fresh)
+        own = cast(Setup, {name: value for name, value in setup.items() if name != "devices"})
+        return request_here(model, own, devices=setup.get("devices"), measuring=shown_progress, fresh=fresh)
     if fresh:
         raise InvalidInput(f"--fresh: nothing is measured for --cluster {cluster}; leave one of the two out")
     from galvatron.measure.models import load_any_model

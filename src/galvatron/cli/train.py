@@ -30,7 +30,7 @@ _PANELS = {
     **opt.SETUP_PANELS,
     "Data": ("data", "tokenizer", "text_field", "pack", "eval_data", "epochs", "workers"),
     "Start from": ("weights", "from_scratch", "adapters", "resume", "config"),
-    "Learning": ("steps", "learning_rate", "warmup", "decay", "weight_decay", "clip", "seed"),
+    "Learning": (*("steps", "learning_rate", "warmup", "decay", "weight_decay", "clip", "label_smoothing", "seed"),),
     "Saving and logging": (
         "output",
         "save_every",

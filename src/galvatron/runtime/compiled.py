@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,9 +91,11 @@ def _first_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]
     described = [graph.code, *(f"{own.dtype} {own.shape}" if isinstance(own, Tensor) else str(own) for own in inputs)]
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
     folder = Path(cache_dir())
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"galvatron-{digest[:32]}.lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written to or locked: then each compiles for itself
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / f"galvatron-{digest[:32]}.lock", "w", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         yield
 
 

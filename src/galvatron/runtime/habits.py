@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime.data_parallel.units import LocalParameter
+from galvatron.runtime.optimizers import AdamWBF16
 
 __all__ = ["Watched", "advice", "check_optimizer_kind", "hooks_of", "watch"]
 
@@ -41,7 +42,7 @@ _ELEMENTWISE = frozenset(
     {
         *(torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
         *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
-        torch.optim.SGD,
+        *(torch.optim.SGD, AdamWBF16),
     }
 )
 """Optimizers that treat each number by itself, so that it does not matter how a matrix was cut."""
@@ -100,6 +101,7 @@ class _Watcher:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._otherwise: Any = clip_grad._get_total_norm
         vars(clip_grad)["_get_total_norm"] = self
+        vars(torch.nn.utils)["get_total_norm"] = self  # the same function under its public name
         register_optimizer_step_pre_hook(self._before_step)
 
     def __call__(

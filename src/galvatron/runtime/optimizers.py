@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import OPTIMIZERS, OptimizerSpec
 
 __all__ = ["AdamWBF16", "has_fused", "torch_class"]
@@ -25,21 +26,28 @@ class AdamWBF16(torch.optim.AdamW):
     step, one parameter after the other.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in ("amsgrad", "capturable", "differentiable"):
+            if options.get(name):
+                raise InvalidInput(f"adamw-bf16: {name} given, which AdamW with moments in bf16 does not have; drop it")
+        super().__init__(*args, **options)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
+                loss = closure()
         for group in self.param_groups:
             own = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in own:
                 self._hold(parameter, group)
-            if not all(_takes_bf16(parameter.device) for parameter in own):
+            if not group["fused"] or not all(_takes_bf16(parameter.device) for parameter in own):
                 for parameter in own:
                     self._step_of(parameter, group)
                 continue
             self._fused_step(own, group)
-        return None
+        return loss
 
     def _hold(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Have its moments in bf16: from the first step on, and where PyTorch widened loaded ones."""

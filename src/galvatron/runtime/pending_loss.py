@@ -54,6 +54,11 @@ class PendingLoss:
 
     # As a number
 
+    def __eq__(self, other: object) -> bool:
+        return self.item() == (other.item() if isinstance(other, PendingLoss) else other)
+
+    __hash__ = object.__hash__
+
     def __bool__(self) -> bool:
         return bool(self.item())
 

@@ -167,7 +167,7 @@ class _Keeping(TorchDispatchMode):
 
     def _keep(self, function: Any, args: Sequence[Any], made: Any) -> None:
         results = self._results.made
-        if str(function).startswith("galvatron."):
+        if str(function).startswith(f"galvatron.{SENT}"):
             for place, (before, kept) in enumerate(results):
                 if isinstance(kept, _Kept) and _storage(kept.tensor) == _storage(args[0]):
                     results[place] = before, _Unread(kept.tensor.shape, kept.tensor.new_empty(0))

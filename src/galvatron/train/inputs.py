@@ -38,4 +38,4 @@ def check_position(data: Data, seed: int, folder: RunFolder) -> None:
 def check_weights(folder: str, config: Mapping[str, Any], training: Training, *, generic: bool) -> None:
     """Raise :class:`galvatron.InvalidInput` if a folder's weights are not those of the model; reads headers alone."""
     stock = build_meta(dict(config), training, as_named=generic)
-    SavedWeights(layered_model(stock, example_of(stock, training)), Path(folder))
+    SavedWeights(layered_model(stock, example_of(stock, training), generic=generic), Path(folder))

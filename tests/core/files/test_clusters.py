@@ -450,3 +450,8 @@ def test_the_documented_shares_are_those_of_the_code() -> None:
         nodes = replace(base, levels=(base.levels[0], outer))
         groups = [Strategy.parse(text).factors(Kind.DP) for text in ("dp2-tp8", "dp4-tp4", "dp16")]
         assert tuple(nodes.link(group).bytes_per_s for group in groups) == expected
+
+
+def test_the_beginning_of_another_name_is_no_number() -> None:
+    with pytest.raises(InvalidInput, match="a100-80gb, or a100 --devices 80"):
+        load_cluster("a100-80")

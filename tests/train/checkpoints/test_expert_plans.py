@@ -62,7 +62,7 @@ def test_other_plans_go_on(plans: list[list[str]], tmp_path: Path) -> None:
             assert set(found.scalars.values()) == {1.0}
 
 
-@pytest.mark.parametrize("family", ["mixtral", longer("qwen3_moe"), longer("gpt_oss")])
+@pytest.mark.parametrize("family", [longer("mixtral"), longer("qwen3_moe"), longer("gpt_oss")])
 def test_from_pretrained_loads_it(family: str, tmp_path: Path) -> None:
     """The weights of training, in files that the stock class takes without a word."""
     given = case(family, ["sdp4", "dp4/ep4", "sdp4/sdp2-ep2", "dp4"], dtype=torch.float32)

@@ -6,12 +6,13 @@ is one cluster (``titan-rtx-8``), or nodes of a kind of GPU in any number (``a10
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.nodes import fewer, linked, named_size, nodes_of, plain_size
+from galvatron.core.files.nodes import NodesOf, fewer, linked, named_size, nodes_of, plain_size
 from galvatron.core.files.tables import (
     BANDWIDTH,
     BYTES,
@@ -127,6 +128,7 @@ def load_cluster(source: str | Path, *, devices: int | None = None, node_link: s
     if size is None or size.kind not in cluster_names():
         cluster = _checked(_CLUSTER.load(source, _FOLDER, "cluster"), name)
     else:
+        _refuse_beginning(name, size)
         template = _CLUSTER.load(size.kind, _FOLDER, "cluster")
         if devices is not None and size.plain:
             size, devices = plain_size(template, devices), None
@@ -134,6 +136,17 @@ def load_cluster(source: str | Path, *, devices: int | None = None, node_link: s
     if devices is not None:
         cluster = fewer(cluster, devices)
     return cluster if node_link is None else linked(cluster, node_link)
+
+
+def _refuse_beginning(name: str, size: NodesOf) -> None:
+    """``a100-80`` could be 80 of the A100 or the preset ``a100-80gb``."""
+    longer = re.compile(re.escape(name) + r"[^0-9].*")
+    meant = next((each for each in cluster_names() if size.count is not None and longer.fullmatch(each)), None)
+    if meant is not None:
+        raise InvalidInput(
+            f"cluster: {name!r} given, which could be {size.count} devices of {size.kind!r} or the preset {meant!r}; "
+            f"give {meant}, or {size.kind} --devices {size.count}"
+        )
 
 
 def dump_cluster(cluster: Cluster) -> str:

@@ -59,7 +59,7 @@ class LayerJob:
                 blocks |= measure_in_turns(probes, rounds, peers, before=done, after=left)
                 longest = self._heaviest(probes)
                 if longest is not None and peers.device.type == "cuda":
-                    sustained = slowdown_when_sustained(probes[longest], blocks[longest], peers)
+                    sustained = max(sustained, slowdown_when_sustained(probes[longest], blocks[longest], peers))
                 for variant in dict.fromkeys(probe.variant for probe in probes):
                     if variant.plain and peers.rank == 0:
                         counts = [probe.samples for probe in probes if probe.variant == variant]

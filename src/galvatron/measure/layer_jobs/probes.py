@@ -55,7 +55,7 @@ class Variant:
     @property
     def whole(self) -> bool:
         """Whether it is a layer as the stock model has it."""
-        return self.plain and self.ranks == 1
+        return self.plain and self.ranks == 1 and not self.grade
 
     @property
     def ranks(self) -> int:

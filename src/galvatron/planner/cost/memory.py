@@ -79,7 +79,10 @@ def late_gradient_bytes(
     gradient = GRADIENT_BYTES * weights.trained / shards
     waiting = np.where(shards > 1, 0, np.minimum(weights.shared, weights.trained) * precision.bytes)
     first = late * layers.first * np.maximum(gradient - waiting, 0)
-    return np.where(layers.first, first, late * np.minimum(gradient, saved)), first
+    instead = late * np.minimum(gradient, saved)
+    # Of the layer that runs: DP has its whole buffer from the first gradient on, others one gradient after the other.
+    early = np.where(shards > 1, 0.0, np.where(strategies.dp.size > 1, 1.0, EARLY_GRADIENT)) * instead
+    return np.where(layers.first, first, instead), np.where(layers.first, first, early)
 
 
 def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:

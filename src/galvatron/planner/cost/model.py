@@ -262,14 +262,15 @@ class StageCosts:
         return possible
 
     def _fits_host(self, samples: Floats, micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the host has room for what is offloaded, even if all layers of the model are in one stage."""
+        """Whether the host has room for what is offloaded, even if all layers of the model are in one stage, whatever
+        the schedule, and twice: PyTorch rounds pinned memory up to powers of two."""
         room = self.cost.cluster.device.host_memory_bytes
         if room is None or not self._arrays.offload.any():
             return np.ones((1, 1), dtype=np.bool_)
         counts = np.array([self.cost.model.layers.count(kind) for kind in self.kinds])[:, None]
         each = counts * grades.full_activation_bytes(self._layers, self._arrays)
-        in_flight = np.minimum(micro_batches, self._pipeline_degree)
-        fits: NDArray[np.bool_] = in_flight * samples * each.sum(axis=-2, keepdims=True) <= room
+        in_flight = micro_batches if self._pipeline_degree > 1 else 1
+        fits: NDArray[np.bool_] = 2 * in_flight * samples * each.sum(axis=-2, keepdims=True) <= room
         return fits | ~self._arrays.offload
 
     def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
