@@ -6,26 +6,30 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # On all cores, which pip does not use; the models of transformers that nobody imports are left out.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|/torch/testing/|/wandb/|/pip/|/pandas/|/pyarrow/|/scipy/|/networkx/|/sympy/' .venv/lib
+VENV := .venv/.made
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
 .PHONY: demo test pytest test-all lint bench pictures clean
 
-$(PLANNER): pyproject.toml constraints.txt
+$(VENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	touch $@
+
+$(PLANNER): $(VENV)
 	$(INSTALL) --editable .
 	touch $@
 
-$(RUNTIME): $(PLANNER)
+$(RUNTIME): $(VENV)
 	$(INSTALL) --editable ".[torch]"
 	$(COMPILE)
-	touch $@
+	touch $(PLANNER) $@
 
-$(DEV): $(PLANNER)
+$(DEV): $(VENV)
 	$(INSTALL) --editable ".[dev]"
 	$(COMPILE)
-	touch $@
+	touch $(PLANNER) $(RUNTIME) $@
 
 demo: $(RUNTIME)
 	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json

@@ -59,6 +59,7 @@ def test_ranks_can_be_started_without_forking() -> None:
     assert (outcome.status, outcome.results) == ("ok", ((0, 2, True), (1, 2, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "status", "said"),
     [

@@ -32,6 +32,7 @@ def _loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return activations[0] / layered.targets(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch and transformers themselves
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 def test_documents_attend_as_the_mask_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
