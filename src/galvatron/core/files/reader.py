@@ -30,6 +30,8 @@ _LONGEST_SHOWN = 60
 _MOST_PROBLEMS = 50
 _MOST_BYTES = 2**28
 """Of a file: a plan for a thousand devices has a few million."""
+_DEEP_KEY = re.compile(r"""^\s*\[*\s*(?:[\w"'-]+\s*\.\s*){500}""", re.MULTILINE)
+"""A key of so many parts takes tomllib a time that grows with their square."""
 _PREFIX = re.compile(r"^(Input should be|Value error,|\w+ should have) ")
 """How pydantic's messages start; what follows is what is expected."""
 
@@ -63,6 +65,8 @@ def naming(file: str) -> Iterator[None]:
 
 def parse(text: str, file: str, language: Literal["TOML", "JSON"]) -> Any:
     """The content of a file; ``file`` is its name in errors."""
+    if language == "TOML" and _DEEP_KEY.search(text):
+        raise InvalidInput(f"{file}: is nested too deep to be read as {language}")
     try:
         return tomllib.loads(text) if language == "TOML" else json.loads(text, parse_constant=_no_constant)
     except ValueError as error:  # integers of thousands of digits too

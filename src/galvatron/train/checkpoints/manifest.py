@@ -17,7 +17,7 @@ from galvatron.core.errors import CheckpointCorrupt, InvalidInput
 from galvatron.train.checkpoints.consistency import problem_of
 from galvatron.train.checkpoints.record import Chunk, ManifestRecord, SavedOptimizer, SavedTensor
 
-__all__ = ["FORMAT_VERSION", "MANIFEST", "Chunk", "Manifest", "SavedOptimizer", "SavedTensor", "read_chunk"]
+__all__ = ["FORMAT_VERSION", "MANIFEST", "Chunk", "Manifest", "SavedOptimizer", "SavedTensor", "read_chunk", "sealed"]
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -29,8 +29,7 @@ class Manifest(ManifestRecord):
 
     def text(self) -> str:
         """The file's content."""
-        content = asdict(self)
-        return json.dumps({"sha256": _digest(content), "content": content}, ensure_ascii=False, allow_nan=False)
+        return sealed(asdict(self))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -65,6 +64,11 @@ class Manifest(ManifestRecord):
         if problem := problem_of(manifest):
             raise CheckpointCorrupt(f"{path}: {problem}; it is not as galvatron wrote it")
         return manifest
+
+
+def sealed(content: Any) -> str:
+    """A manifest's file of this content, with its checksum."""
+    return json.dumps({"sha256": _digest(content), "content": content}, ensure_ascii=False, allow_nan=False)
 
 
 def _digest(content: Any) -> str:

@@ -68,10 +68,12 @@ class Position:
             raise InvalidInput(f"position in the data: {content!r:.60} given; expected {', '.join(kinds)}")
         for field in fields(cls):
             value: Any = content.get(field.name)
-            if type(value) is not kinds[field.name] or (field.name == "samples_seen" and int(value) < 0):
+            if type(value) is not kinds[field.name]:
                 raise InvalidInput(
                     f"position in the data: {field.name} is {value!r}; expected {kinds[field.name].__name__}"
                 )
+        if content["samples_seen"] < 0:
+            raise InvalidInput(f"position in the data: samples_seen is {content['samples_seen']}; expected 0 or more")
         return cls(**{name: content[name] for name in kinds})
 
 
