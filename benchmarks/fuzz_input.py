@@ -156,13 +156,18 @@ class Workbench:
         for config in _CONFIGS:
             self.right[f"config of {config['model_type']}"] = ("json", config)
 
+    def keep(self, kind: str) -> None:
+        """Draw files of this kind only."""
+        self.right = {kind: self.right[kind]}
+        self.options = {}
+
     def case(self, seed: int) -> tuple[tuple[str, ...], str]:
         """The arguments of a case, and what is strange about it; its files are made."""
         rng = random.Random(seed)
         here = self.folder / "case"
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir()
-        if rng.random() < 0.4:
+        if self.options and rng.random() < 0.4:
             return _strange_options(rng, here, self.options)
         kind = rng.choice(list(self.right))
         language, content = self.right[kind]
@@ -462,11 +467,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
+    parser.add_argument("--only", help="files of one kind: plan, cluster, profile, custom, traced, manifest")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.RLIM_INFINITY))
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for outcome in fuzz(range(given.seed, given.seed + given.cases), Workbench(Path(folder))):
+        bench = Workbench(Path(folder), with_torch=not given.only)
+        if given.only:
+            bench.keep(given.only)
+        for outcome in fuzz(range(given.seed, given.seed + given.cases), bench):
             counts[outcome.kind] += 1
             print(json.dumps(asdict(outcome)), flush=True)
     print(json.dumps({"counts": counts}), file=sys.stderr)

@@ -20,7 +20,8 @@ __all__ = ["problem_of"]
 _DATA_FILE = re.compile(r"rank-\d+\.bin")
 _KEY = re.compile(r"(?:model|buffer)/[^/]+|optimizer/[^/]+/[^/]+")
 _ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8,
+    "complex128": 16, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
     "bool": 1,
 }  # fmt: skip
 _MOST_BYTES = 2**50
@@ -33,8 +34,8 @@ def problem_of(manifest: ManifestRecord) -> str | None:
 
 
 def _problems(manifest: ManifestRecord) -> Iterator[str]:
-    for name in ("step", "world", "seed", "iteration"):
-        if not (name == "world") <= getattr(manifest, name) < 2**64:
+    for name, least in (("step", 0), ("world", 1), ("seed", -(2**64)), ("iteration", 0)):
+        if not least <= getattr(manifest, name) < 2**64:
             yield f"{name} is {getattr(manifest, name)}"
     yield from _plan_problems(manifest.plan)
     for name in manifest.files:
@@ -61,12 +62,12 @@ def _plan_problems(plan: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
         yield "plan.model has no name"
         return
-    config, training = model.get("config"), model.get("training")
-    if model.get("family") not in (*families(), *_OTHER_FAMILIES):
-        yield f"plan.model.family is {str(model.get('family'))[:60]!r}, which is no family of models"
+    config, family = model.get("config"), model.get("family")
     if config is not None and not (isinstance(config, dict) and isinstance(config.get("model_type"), str)):
         yield "plan.model.config names no architecture (model_type)"
-    if not isinstance(training, dict):
+    elif family not in (*families(), *_OTHER_FAMILIES, *([config["model_type"]] if config else [])):
+        yield f"plan.model.family is {str(family)[:60]!r}, which is no family of models"
+    if not isinstance(model.get("training"), dict):
         yield "plan.model.training is missing"
 
 
