@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from jobs import plan_of, run_to_end
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from galvatron.core.errors import RankFailure
@@ -32,6 +33,12 @@ from galvatron.train.start import Asked, is_plan, replanned
 _LIMIT_S = 240.0
 
 
+def _as_in_the_foreground() -> None:
+    """A shell lets what it starts in the background ignore these."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class _Run:
     """The command in a process of its own, or in those that another launcher starts."""
 
@@ -42,6 +49,7 @@ class _Run:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=_as_in_the_foreground,
         )
 
     def __enter__(self) -> _Run:
@@ -189,9 +197,23 @@ def test_a_signal_while_processes_start_is_no_failure_of_a_rank(
         run.process.send_signal(number)
         status, said = run.end()
     assert status == 128 + number, said
-    assert said.startswith(f"error: {number.name} "), said
-    assert said.count("\n") == 1, said
+    assert said.splitlines()[-1].startswith(f"error: {number.name} "), said
+    assert "Traceback" not in said
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_what_nohup_has_ignored_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _signals_passed_on():
+            os.kill(os.getpid(), number)
+        signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(SignalException), _signals_passed_on():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_process_that_starts_after_a_request_to_stop_is_told_of_it() -> None:

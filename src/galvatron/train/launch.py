@@ -31,8 +31,8 @@ from galvatron.train.run_folder import RunFolder
 
 __all__ = ["Ended", "launch"]
 
-_OTHER_SIGNALS = "SIGHUP,SIGQUIT"
-"""Those that the agent handles itself: it ends the ranks."""
+_ENDING = (signal.SIGHUP, signal.SIGQUIT)
+"""What the agent handles itself once it has started the ranks: it ends them."""
 _LOOK_S = 0.1
 """Between two looks for processes that have started since a request to stop."""
 
@@ -66,7 +66,7 @@ def launch(folder: RunFolder, processes: int) -> Ended:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle=_OTHER_SIGNALS,
+        signals_to_handle=",".join(number.name for number in _heeded()),
     )
     with _environment(processes), _signals_passed_on() as request:
         try:
@@ -121,11 +121,22 @@ class _PassedOn:
         self._over.set()
 
 
+def _heeded() -> list[signal.Signals]:
+    """Not those that whoever started us wants ignored, as nohup does."""
+    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """As the agent does it."""
+    raise SignalException("ended by a signal", signal.Signals(number))
+
+
 @contextmanager
 def _signals_passed_on() -> Iterator[_PassedOn]:
     """SIGTERM and Ctrl-C go to the ranks, however often they come; the agent then sees them end in order."""
     request = _PassedOn()
     before = {number: signal.signal(number, request.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    before |= {number: signal.signal(number, _end) for number in _heeded()}
     try:
         yield request
     finally:
