@@ -14,7 +14,7 @@ hypothesis.settings.load_profile("any machine")
 
 _HERE = Path(__file__).parent
 _ORACLES = (
-    "planner/search", "planner/cost", "planner/pages", "families", "runtime", "measure", "measure/rehearsal", "train",
+    "planner/search", "planner/cost", "planner/exchange", "planner/pages", "families", "runtime", "measure", "measure/rehearsal", "train",
     "train/checkpoints", "core/files", "benchmarks",
 )  # fmt: skip
 for folder in (

@@ -21,7 +21,6 @@ def config_of(layout: Uniform, model: ModelSpec) -> dict[str, Any]:
         "mixed_precision": "bf16" if model.training.precision is Precision.BF16 else "no",
         "num_machines": 1,
         "num_processes": layout.devices,
-        "gradient_accumulation_steps": layout.micro_batches,
     }
     if sharded:
         config["fsdp_config"] = {
@@ -56,10 +55,12 @@ def _more(layout: Uniform, model: ModelSpec) -> str | None:
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     sharded = layout.data > 1 and layout.sharding is not Sharding.NONE
     notes = [f"give the data loader {layout.micro_batch} samples a device, which the file does not say"]
+    if layout.micro_batches > 1:
+        notes.append(f"pass --gradient_accumulation_steps {layout.micro_batches} to accelerate launch")
     if sharded and layout.micro_batches > 1:
         notes.append(
-            "the plan reduces gradients after each micro-batch: pass GradientAccumulationPlugin(num_steps="
-            f"{layout.micro_batches}, sync_each_batch=True), or whole gradients take memory that was not planned"
+            "the plan reduces gradients after each micro-batch: give the Accelerator a GradientAccumulationPlugin with "
+            "sync_each_batch=True, or whole gradients take memory that was not planned"
         )
     if layout.tensor > 1:
         notes.append("load the model with tp_plan='auto' and the accelerator's device mesh")

@@ -61,8 +61,9 @@ def best_for(request: Request, target: Target) -> Found:
         if each is not None and (found is None or each.plan.throughput > found.plan.throughput):
             found = each
     if found is None:
+        within = f" within {request.limits}" if request.limits else ""
         raise Infeasible(
-            f"no plan that {target.title} can run fits {request.model.name} with batch {request.batch} on "
+            f"no plan{within} that {target.title} can run fits {request.model.name} with batch {request.batch} on "
             f"{request.cluster.devices} × {request.cluster.device.name}; allow more memory or another batch"
         )
     return found

@@ -18,8 +18,9 @@ STAGES = {Sharding.NONE: 0, Sharding.OPTIMIZER: 1, Sharding.GRADIENTS: 2, Shardi
 
 def config_of(layout: Uniform, model: ModelSpec) -> dict[str, Any]:
     """The content of the file."""
+    # Of train_batch_size DeepSpeed counts ranks of TP as if each had samples of its own, so it is left to it under TP.
     config: dict[str, Any] = {
-        "train_batch_size": layout.batch,
+        **({"train_batch_size": layout.batch} if layout.tensor == 1 else {}),
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.micro_batches,
         "zero_optimization": {"stage": STAGES[layout.sharding] if layout.data > 1 else 0, "overlap_comm": True},
@@ -49,6 +50,7 @@ def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     if model.training.tunes:
         notes.append("the plan freezes parameters: freeze the same ones")
     if layout.tensor > 1:
+        notes.append(f"DeepSpeed reports a train_batch_size {layout.tensor} times the plan's batch of {layout.batch}")
         notes.append("AutoTP splits the linear layers of blocks; the plan was priced with a split vocabulary too")
     return tuple(notes)
 
