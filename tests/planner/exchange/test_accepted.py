@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from exchange_plans import PLANS, exported
+
 from galvatron.core.spec import Kind
 from galvatron.planner.exchange.export import Export
 
@@ -51,7 +51,9 @@ def test_megatron_core(name: str) -> None:
     flags, plan = _flags(export.text), export.plan
     config = plan.model.config or {}
     trainers = {"micro_batch_size", "global_batch_size", "seq_length", "ckpt_format", "no_gradient_accumulation_fusion"}
-    fields = [set(each.__dataclass_fields__) for each in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)]
+    fields = [
+        set(each.__dataclass_fields__) for each in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    ]
     assert set(flags) <= trainers.union(*fields)
     own: dict[str, Any] = {key: _typed(value) for key, value in flags.items() if key in fields[0]}
     transformer = TransformerConfig(
@@ -229,9 +231,9 @@ def test_automodel(name: str, tmp_path: Path) -> None:
         pipeline = parsed["pipeline_config"]
         modules = pipeline.module_fqns_per_model_part
         outside = [1 if number in (0, stages - 1) else 0 for number in range(stages)]
-        assert [sum(".layers." in each for each in stage) + own for stage, own in zip(modules, outside, strict=True)] == [
-            len(stage.layers) for stage in plan.stages
-        ]
+        assert [
+            sum(".layers." in each for each in stage) + own for stage, own in zip(modules, outside, strict=True)
+        ] == [len(stage.layers) for stage in plan.stages]
         assert steps["local_batch_size"] // pipeline.pp_microbatch_size == plan.micro_batches
         assert steps["local_batch_size"] * data == plan.batch
     else:

@@ -21,7 +21,7 @@ from galvatron.planner.plan.planner import Decisions, Request, written_out
 from galvatron.planner.search import search
 from galvatron.planner.space import EXPERT_RULES, Space, divisors
 
-__all__ = ["Found", "best_for", "conventions_of"]
+__all__ = ["Found", "best_for", "conventions_of", "needed_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,12 @@ class _OneLayout(Space):
 def conventions_of(layout: Uniform) -> Conventions:
     """By which a layout is priced."""
     return DISTRIBUTED_OPTIMIZER if layout.sharding is Sharding.OPTIMIZER else GALVATRON
+
+
+def needed_bytes(plan: Plan) -> int:
+    """The least budget in which a plan fits, with what is left to the allocator."""
+    cluster = plan.cluster.facts
+    return cluster.least_budget(plan.memory_bytes - cluster.reserved_bytes)
 
 
 def best_for(request: Request, target: Target) -> Found:
@@ -170,7 +176,7 @@ def _less_recompute(request: Request, found: Found) -> Found:
         count = (too_few + enough) // 2
         layout = replace(found.layout, recomputed=count)
         plan = priced(asked, stages_of(layout, request.model), micro_batches=layout.micro_batches)
-        if plan.memory_bytes <= request.budget_bytes:
+        if needed_bytes(plan) <= request.budget_bytes:
             enough, best = count, Found(layout, plan)
         else:
             too_few = count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from galvatron.core.errors import GalvatronError, InvalidInput
 from galvatron.core.spec import ModelSpec
-from galvatron.planner.exchange.best import Found, best_for, conventions_of
+from galvatron.planner.exchange.best import Found, best_for, conventions_of, needed_bytes
 from galvatron.planner.exchange.from_megatron import megatron_setup, read_megatron
 from galvatron.planner.exchange.megatron import MEGATRON
 from galvatron.planner.exchange.reading import Reading
@@ -58,7 +58,7 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        return self.plan.memory_bytes <= self.budget_bytes
+        return needed_bytes(self.plan) <= self.budget_bytes
 
 
 def price_layout(request: Request, source: Source, text: str) -> Price:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from galvatron.core.units import format_bytes, format_count
+from galvatron.planner.exchange.best import needed_bytes
 from galvatron.planner.exchange.export import Export
 from galvatron.planner.exchange.pricing import Price
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
@@ -136,8 +137,8 @@ def _sentences(price: Price) -> Iterator[str]:
     if price.fits:
         yield f"It fits: {format_bytes(price.plan.memory_bytes)} of {budget} on the fullest device."
     else:
-        more = format_bytes(price.plan.memory_bytes - price.budget_bytes)
-        yield f"It does not fit: the fullest device lacks {more} of memory beyond its {budget}."
+        needed = format_bytes(needed_bytes(price.plan))
+        yield f"It does not fit: with what the allocator takes the fullest device needs {needed}, and has {budget}."
     if price.within is not None and (not price.fits or price.within.plan.throughput > price.plan.throughput):
         yield f"What {price.within_title} could run: {layout_text(price.within.layout)}."
     elif price.within is not None:
