@@ -32,7 +32,11 @@ def command(
     cluster: opt.ClusterSource,
     layout: Annotated[
         tuple[str, str],
-        typer.Option("--from", metavar="SYSTEM LAYOUT", help="megatron and its flags, or a file that holds them."),
+        typer.Option(
+            "--from",
+            metavar="SYSTEM LAYOUT",
+            help="megatron, torchtitan or deepspeed, and its options or a file of them.",
+        ),
     ],
     setup: Setup,
     as_json: opt.AsJson = False,

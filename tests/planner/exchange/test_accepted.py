@@ -71,7 +71,8 @@ def test_megatron_core(name: str) -> None:
     OptimizerConfig(**{key: _typed(value) for key, value in flags.items() if key in fields[2]})
     tensor, pipeline = transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size
     data = plan.cluster.devices // (tensor * pipeline)
-    assert tensor * pipeline * data == plan.cluster.devices and pipeline == plan.pipeline_degree
+    assert tensor * pipeline * data == plan.cluster.devices
+    assert pipeline == plan.pipeline_degree
     batches = ConstantNumMicroBatchesCalculator(
         _typed(flags["global_batch_size"]), _typed(flags["micro_batch_size"]), data, False, 0
     )
@@ -147,7 +148,7 @@ def test_torchtitan(name: str) -> None:
         assert training.local_batch_size * data == training.global_batch_size == plan.batch
     else:
         micro_batches = training.global_batch_size // (training.local_batch_size * data)
-    assert micro_batches == plan.micro_batches and training.global_batch_size == plan.batch
+    assert (micro_batches, training.global_batch_size) == (plan.micro_batches, plan.batch)
     assert (config.activation_checkpoint is None) == (str(export.layout.recompute) == "none")
 
 
@@ -197,10 +198,9 @@ def test_accelerate(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(key, value)
     if arguments.use_fsdp:
         plugin = FullyShardedDataParallelPlugin()
-        assert plugin.fsdp_version == 2 and plugin.activation_checkpointing == (str(export.layout.recompute) == "all")
-        assert bool(plugin.reshard_after_forward) == export.layout.base.axes[0].kind.startswith("sdp") or (
-            export.layout.replicas > 1
-        )
+        assert plugin.fsdp_version == 2
+        assert plugin.activation_checkpointing == (str(export.layout.recompute) == "all")
+        assert bool(plugin.reshard_after_forward) == (str(export.layout.sharding).endswith("parameters"))
     if arguments.use_parallelism_config:
         config = ParallelismConfig()
         assert config.total_size == export.plan.cluster.devices

@@ -44,7 +44,8 @@ def _said(target: str, text: str, devices: int) -> Said:
             tensor, pipeline, sample, batch = (
                 int(words[name][0])
                 for name in (
-                    "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size", "global-batch-size"
+                    "tensor-model-parallel-size", "pipeline-model-parallel-size",
+                    "micro-batch-size", "global-batch-size",
                 )
             )  # fmt: skip
             data = devices // (tensor * pipeline)
@@ -112,7 +113,7 @@ REFUSED = [
     ([["dp4", "dp4", "dp4", "dp4+fl"]], "megatron", r"layer 3 \(head\) has strategy 'dp4\+fl': .* no loss in chunks"),
     ([["dp2-sdp2"] * 4], "megatron", "no option for 2 replicas of 2 shards"),
     ([["dp2+zero2"] * 2] * 2, "megatron", "Megatron-FSDP, which goes with TP and EP but not with a pipeline"),
-    ([["dp2+zero2", "dp2+zero2"], ["dp2+zero2", "dp2+fl+zero2"]], "torchtitan", "whole in pipeline stages until the last"),
+    ([["dp2+zero2", "dp2+zero2"], ["dp2+zero2", "dp2+fl+zero2"]], "torchtitan", "whole in pipeline stages until"),
     ([["dp2"] * 2] * 2, "deepspeed", "DeepSpeed has no option for a pipeline, and there are 2 stages"),
     ([["dp2-tp2", "dp2-tp2+sp", "dp2-tp2+sp", "dp2-tp2+sp"]], "accelerate", "no option for sequence parallelism"),
     ([["dp2-tp2"] * 4], "accelerate", "does not put TP under replicas without shards"),

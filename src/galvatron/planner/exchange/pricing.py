@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from galvatron.core.errors import GalvatronError, InvalidInput
 from galvatron.core.spec import ModelSpec
 from galvatron.planner.exchange.best import Found, best_for, conventions_of, needed_bytes
+from galvatron.planner.exchange.deepspeed import DEEPSPEED
+from galvatron.planner.exchange.from_deepspeed import deepspeed_setup, read_deepspeed
 from galvatron.planner.exchange.from_megatron import megatron_setup, read_megatron
+from galvatron.planner.exchange.from_torchtitan import read_torchtitan, torchtitan_setup
 from galvatron.planner.exchange.megatron import MEGATRON
 from galvatron.planner.exchange.reading import Reading
 from galvatron.planner.exchange.target import Target
+from galvatron.planner.exchange.torchtitan import TORCHTITAN
 from galvatron.planner.exchange.uniform import stages_of
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.options import Setup
@@ -31,7 +35,11 @@ class Source:
     read: Callable[[str, ModelSpec, int], Reading]
 
 
-SOURCES = (Source(target=MEGATRON, setup=megatron_setup, read=read_megatron),)
+SOURCES = (
+    Source(target=MEGATRON, setup=megatron_setup, read=read_megatron),
+    Source(target=TORCHTITAN, setup=torchtitan_setup, read=read_torchtitan),
+    Source(target=DEEPSPEED, setup=deepspeed_setup, read=read_deepspeed),
+)
 
 
 def source_named(name: str) -> Source:

@@ -50,8 +50,8 @@ def export_lines(export: Export) -> Iterator[str]:
         yield export.why_not
         yield (
             f"the best plan that {export.target.title} can run: {layout_text(export.layout)}: "
-            f"{export.plan.throughput:.4g} samples/s, {abs(export.lost):.1%} {'less' if export.lost >= 0 else 'more'} than "
-            f"the {export.asked.throughput:.4g} of the plan"
+            f"{export.plan.throughput:.4g} samples/s, {abs(export.lost):.1%} {'less' if export.lost >= 0 else 'more'} "
+            f"than the {export.asked.throughput:.4g} of the plan"
         )
     else:
         yield f"{export.target.title} can run the plan as it is: {layout_text(export.layout)}"
