@@ -65,7 +65,8 @@ LAYOUTS = (
         model="llama3-70b",
         cluster="h100-64",
         flags="--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
-        f"--num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --global-batch-size 128 --seq-length 8192 {_OVERLAP}",
+        f"--num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --global-batch-size 128 --seq-length 8192 "
+        f"{_OVERLAP}",
         tokens_per_s_per_device=1602,
         source="Megatron Bridge 25.11's performance summary, in FP8",
     ),
