@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.layout import Factor, degree_of
 from galvatron.core.spec.model import Precision
-from galvatron.core.spec.strategy import Factor, degree_of
 
 __all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 

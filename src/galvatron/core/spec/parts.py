@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Experts", "FusedLoss", "Kept", "TensorParallel"]
+__all__ = ["Context", "Experts", "FusedLoss", "Kept", "TensorParallel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,29 @@ class TensorParallel:
     sequence_divides: tuple[int, ...] = ()
     """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
     divide each of them. Empty: it cannot be divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """How the sequences of a layer can be divided over devices (context parallelism).
+
+    A layer without attention along the sequence (embedding, head) has a length alone: it works on its slice.
+    """
+
+    length: int
+    """Tokens of a sample."""
+    heads: int = 0
+    """Of attention; 0: the layer has none. The degree of Ulysses must divide them, and those of keys and values."""
+    key_value_heads: int = 0
+    causal: bool = True
+    """Whether a token attends to those before it only."""
+    attention_flops: int = 0
+    """Of the layer's forward_flops, those of scores and their products with values, as a kernel does them that leaves
+    out what a causal mask hides; part of what TP divides."""
+    query_bytes: int = 0
+    """Queries of one sample, and as much the result of attention."""
+    key_value_bytes: int = 0
+    """Keys and values of one sample together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,6 +166,7 @@ class StrategyArrays:
     float8: Bools
     sequence_parallel: Bools
     zero2: Bools
+    zero3: Bools
 
     def at(self, places: Places) -> StrategyArrays:
         """These strategies, each of which may be there several times."""

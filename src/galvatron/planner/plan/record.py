@@ -28,6 +28,9 @@ __all__ = [
 
 FORMAT_VERSION = 8
 
+_LATER_SWITCHES = ("selective_recompute", "recompute_but_attention", "offload", "float8", "zero3", "context_parallel")
+"""Left out of files of plans that were searched without them, which stay as they were."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRun:
@@ -220,7 +223,14 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
-        for name in ("selective_recompute", "recompute_but_attention", "offload", "float8"):
+        for name in (
+            "selective_recompute",
+            "recompute_but_attention",
+            "offload",
+            "float8",
+            "zero3",
+            "context_parallel",
+        ):
             if not facts["space"][name]:
                 del facts["space"][name]
         if self.space.limits is None:
