@@ -14,14 +14,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import IGNORED, Batch
 
-__all__ = ["CONTEXT_ATTENTION", "ContextMask", "attend_in_context", "causal_targets", "given_mask", "sliced"]
+__all__ = [
+    "CONTEXT_ATTENTION",
+    "ContextMask",
+    "causal_targets",
+    "given_mask",
+    "mask_given",
+    "next_tokens",
+    "sliced",
+]
 
 CONTEXT_ATTENTION = "galvatron_context"
 """Name of the attention that sees the keys of other ranks, among transformers' own."""
@@ -43,12 +51,22 @@ class ContextMask:
     kept: Tensor | None = None
     """Whether each token is none of padding (rows, all tokens); None: all are."""
 
+    def to(self, device: torch.device) -> ContextMask:
+        """The same on a device."""
+        moved = (None if own is None else own.to(device, non_blocking=True) for own in (self.documents, self.kept))
+        return ContextMask(self.ring, self.ulysses, *moved)
+
 
 def causal_targets(batch: Batch) -> Tensor:
     """The target of each position of a causal model: the next token; the last position has none."""
     if _TARGETS in batch:
         return batch[_TARGETS]
-    return functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+    return next_tokens(batch["labels"])
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """The same of labels."""
+    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> tuple[Batch, ContextMask]:
@@ -79,7 +97,7 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
         elif padding is None:
             documents = find_packed_sequence_indices(positions)
     if shifts and "labels" in whole:
-        whole[_TARGETS] = causal_targets(whole)
+        whole[_TARGETS] = next_tokens(whole["labels"])
         del whole["labels"]
     for name, tensor in whole.items():
         if tensor.ndim != 2:
@@ -89,14 +107,6 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
             )
     parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
     return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())
-
-
-def attend_in_context(layer: nn.Module) -> None:
-    """Let the attention of a layer, which has a copy of its configuration, be that over divided sequences."""
-    for module in layer.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = CONTEXT_ATTENTION
 
 
 # For stock models that make masks in their own forward.
@@ -114,8 +124,13 @@ def given_mask(mask: ContextMask | None) -> Iterator[None]:
         _GIVEN.reset(token)
 
 
-def _made(*_: Any, **__: Any) -> ContextMask | None:
+def mask_given() -> ContextMask | None:
+    """What :func:`given_mask` gives at present."""
     return _GIVEN.get()
+
+
+def _made(*_: Any, **__: Any) -> ContextMask | None:
+    return mask_given()
 
 
 AttentionMaskInterface.register(CONTEXT_ATTENTION, _made)

@@ -13,7 +13,7 @@ from galvatron.families.context import CONTEXT_ATTENTION, ContextMask
 from galvatron.runtime.context.ring import ring_attention
 from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
 
-__all__ = ["context_attention"]
+__all__ = ["attend_in_context", "context_attention"]
 
 _UNKNOWN = {
     "sliding_window": "a sliding window",
@@ -71,6 +71,14 @@ def context_attention(
     if mask.ulysses:
         attended = tokens_to_heads(attended, mask.ulysses)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def attend_in_context(layer: nn.Module) -> None:
+    """Let the attention of a layer, which has a copy of its configuration, be that over divided sequences."""
+    for module in layer.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = CONTEXT_ATTENTION
 
 
 def _masked(mask: ContextMask) -> bool:
