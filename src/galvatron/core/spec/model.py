@@ -236,20 +236,8 @@ class LayerSpec:
         return bool(lengths) and all(length % degree == 0 for length in lengths)
 
     def allows_context(self, strategy: Strategy) -> bool:
-        """Whether sequences of the layer can be divided as the strategy says. Without context axes any layer goes.
-
-        TP divides the heads before Ulysses does. A ring needs two chunks for each of its ranks.
-        """
-        degree = strategy.context_degree
-        if degree == 1:
-            return True
-        if self.context is None:
-            return False
-        tensor, ulysses = strategy.degree(Kind.TP), strategy.degree(Kind.ULYSSES)
-        if any(heads % (tensor * ulysses) for heads in (self.context.heads, self.context.key_value_heads)):
-            return False
-        chunks = 2 if strategy.degree(Kind.RING) > 1 else 1
-        return self.context.length % (chunks * degree * (tensor if strategy.sequence_parallel else 1)) == 0
+        """Whether sequences of the layer can be divided as the strategy says. Without context axes any layer goes."""
+        return strategy.context_degree == 1 or (self.context is not None and self.context.allows(strategy))
 
     def allows_grade(self, strategy: Strategy) -> bool:
         """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
@@ -318,6 +306,11 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """Whether any of its layers has experts."""
         return any(kind.experts is not None for kind in self.kinds)
+
+    @cached_property
+    def divisible(self) -> bool:
+        """Whether sequences of any of its layers with attention can be divided over devices."""
+        return any(kind.context is not None and kind.context.heads for kind in self.kinds)
 
     @cached_property
     def splittable(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from galvatron.core.spec.strategy import Kind, Strategy
+
 __all__ = ["Context", "Experts", "FusedLoss", "Kept", "TensorParallel"]
 
 
@@ -38,6 +40,8 @@ class Context:
     key_value_heads: int = 0
     causal: bool = True
     """Whether a token attends to those before it only."""
+    ring: bool = True
+    """Whether keys and values may go round: not where attention has dropout."""
     attention_flops: int = 0
     """Of the layer's forward_flops, those of scores and their products with values, as a kernel does them that leaves
     out what a causal mask hides; part of what TP divides."""
@@ -45,6 +49,16 @@ class Context:
     """Queries of one sample, and as much the result of attention."""
     key_value_bytes: int = 0
     """Keys and values of one sample together."""
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether heads and tokens divide. TP divides heads before Ulysses does; a ring needs two chunks a rank."""
+        ring, ulysses, tensor = (strategy.degree(kind) for kind in (Kind.RING, Kind.ULYSSES, Kind.TP))
+        if any(heads % (tensor * ulysses) for heads in (self.heads, self.key_value_heads)):
+            return False
+        if ring > 1 and not self.ring:
+            return False
+        slices = tensor if strategy.sequence_parallel else 1
+        return self.length % ((2 * ring if ring > 1 else 1) * ulysses * slices) == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up
+from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up, sequence_change
 from galvatron.planner.cost.communication import Floats
 
 __all__ = ["LayoutRates", "layout_rates"]
@@ -78,11 +78,12 @@ def _gathers(source: Layout, target: Layout, *, whole: bool) -> Iterator[tuple[F
     """The all-gathers of one direction: the factors each spans, and the parts of the boundary tensor it leaves.
 
     Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|; a source that is
-    gathered whole leaves all of them. Sequences that both layouts divide alike stay divided.
+    gathered whole leaves all of them. What both layouts do alike to sequences stays (:func:`sequence_change`).
     """
-    alike = source.sequence == target.sequence
-    if not alike and source.sequence:
-        yield source.sequence, degree_of(source.rows)
+    change = sequence_change(source, target)
+    kept = degree_of(change.kept)
+    if change.gathered:
+        yield frozenset(change.gathered), degree_of(source.rows) * kept
     factors, parts = (source.rows, 1) if whole else (source.rows - target.rows, degree_of(target.rows))
     if factors:
-        yield factors, parts * degree_of(source.sequence) if alike else parts
+        yield factors, parts * kept

@@ -143,6 +143,7 @@ def time_shares(plan: Plan) -> dict[str, float]:
         "compute": m * use.compute_s,
         "tensor-parallel communication": m * use.tp_s,
         "tokens on their way to experts": m * use.ep_s,
+        "exchanges of divided sequences": m * use.cp_s,
         "gathering and scattering shards": m * use.sdp_s,
         "layout changes": m * use.layout_s,
         "transfers between stages": m * use.transfer_s,

@@ -122,6 +122,8 @@ class TimeUse:
     """Optimizer step, once an iteration."""
     ep_s: float = 0.0
     """Tokens on their way to experts with axes of their own, and back; only plans of models with experts have it."""
+    cp_s: float = 0.0
+    """Exchanges of attention over divided sequences; only plans that were searched with these have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +241,9 @@ class PlanRecord:
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:
                 del stage["time"]["ep_s"]
+        if not self.space.context_parallel:
+            for stage in facts["stages"]:
+                del stage["time"]["cp_s"]
         return facts
 
 
