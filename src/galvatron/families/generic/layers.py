@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.adapters import next_tokens
+from galvatron.families.context import causal_targets
 from galvatron.families.generic.balance import Balance, recorded
 from galvatron.families.generic.images import IMAGES, padded, unpadded
 from galvatron.families.generic.segments import Anatomy, Segment
@@ -218,8 +218,8 @@ class Head(_Around):
         output = self.part.after(activations[0], context, training=self.training)
         if self.custom is not None:
             return (self.custom(output, context.batch),)
-        labels = context.batch["labels"]
-        loss = self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels)
+        targets = causal_targets(context.batch) if self.shifted else context.batch["labels"]
+        loss = self.loss(logits_of(output), targets)
         return (loss,) if self.balance is None else (loss, self.balance.term(activations[-1], self.over_rows))
 
 
