@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
@@ -13,6 +14,12 @@ __all__ = ["heads_to_tokens", "tokens_to_heads"]
 
 def heads_to_tokens(tensor: Tensor, ulysses: str) -> Tensor:
     """From all heads of this rank's tokens to some heads of all tokens (rows, heads, tokens, width)."""
+    ranks = collectives.group_named(ulysses).size()
+    if tensor.shape[1] % ranks:
+        raise InvalidInput(
+            f"ulysses{ranks}: exchanges {tensor.shape[1]} heads of queries, or of keys and values, which {ranks} ranks "
+            "do not divide; take a smaller degree, or a ring"
+        )
     exchanged: Tensor = _there(tensor, ulysses)
     return exchanged
 
