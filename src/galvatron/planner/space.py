@@ -279,11 +279,17 @@ class Space:
             paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
             paths += tuple(context_paths(devices, self.kinds)) if self.has_context else ()
         paths = tuple(path for path in paths if self._allows(path.axes))
-        return tuple(flagged for path in paths for flagged in self._flagged(path))
+        flags: dict[frozenset[Kind], list[dict[str, Any]]] = {}
+        candidates: list[Strategy] = []
+        for path in paths:
+            kinds = frozenset(axis.kind for axis in path.axes)
+            if kinds not in flags:
+                flags[kinds] = self._flags(kinds)
+            candidates += [replace(path, **chosen) for chosen in flags[kinds]]
+        return tuple(candidates)
 
-    def _flagged(self, path: Strategy) -> list[Strategy]:
-        """The path with each combination of the switches that are on and that it can use."""
-        kinds = frozenset(axis.kind for axis in path.axes)
+    def _flags(self, kinds: frozenset[Kind]) -> list[dict[str, Any]]:
+        """Each combination of the switches that are on and that a layer whose axes are of these kinds can use."""
         usable = [
             switch.name
             for switch in reversed(LAYER_SWITCHES)
@@ -291,7 +297,7 @@ class Space:
         ]
         choices = product((False, True), repeat=len(usable))
         flagged: list[dict[str, Any]] = [dict(zip(usable, choice, strict=True)) for choice in choices]
-        return [replace(path, **flags) for flags in flagged if not _contradictory(flags)]
+        return [flags for flags in flagged if not _contradictory(flags)]
 
 
 def _contradictory(flags: dict[str, Any]) -> bool:

@@ -22,34 +22,43 @@ from galvatron.planner.search.stage import solve_stage
 from galvatron.planner.space import Space, Switches
 
 Rng = np.random.Generator
-_KINDS = [{Kind.DP}, {Kind.SDP}, {Kind.TP}, {Kind.DP, Kind.TP}, {Kind.DP, Kind.SDP}, set()]
+_KINDS = [{Kind.DP}, {Kind.SDP}, {Kind.TP}, {Kind.DP, Kind.TP}, {Kind.SDP, Kind.TP}, set()]
 
 
 def _with_context(rng: Rng, problem: Problem) -> Problem:
     """The same problem with sequences that most layers can divide, and a space that does."""
 
+    length = int(rng.choice([16, 48, 48, 96, 12]))
+
     def context(layer: LayerSpec) -> Context | None:
         draw = rng.random()
-        length = int(rng.choice([16, 48, 48, 12, 10]))
-        if draw < 0.08:
+        if draw < 0.06:
             return None
         if draw < 0.3:
             return Context(length=length)
-        heads, key_value = [(8, 8), (8, 2), (4, 1), (6, 3)][int(rng.integers(4))]
+        heads, key_value = [(8, 8), (24, 8), (8, 2), (6, 3)][int(rng.integers(4))]
         return Context(
             length=length,
             heads=heads,
             key_value_heads=key_value,
             causal=bool(rng.random() < 0.7),
-            ring=bool(rng.random() < 0.8),
+            ring=bool(rng.random() < 0.7),
             attention_flops=int(layer.forward_flops * rng.uniform(0.1, 1.0)),
-            query_bytes=int(layer.boundary_bytes * rng.choice([1.0, 0.1])),
-            key_value_bytes=int(layer.boundary_bytes * rng.choice([2.0, 0.5, 0.02])),
+            query_bytes=int(layer.boundary_bytes * rng.choice([1.0, 0.05])),
+            key_value_bytes=int(layer.boundary_bytes * rng.choice([2.0, 0.5, 0.05])),
         )
 
     light = float(rng.choice([1.0, 0.02]))  # to move, so that layers may differ
+    heavy = int(rng.choice([1, 8]))  # states, so that sharding them may be needed
     kinds = {
-        kind.name: replace(kind, context=context(kind), boundary_bytes=int(light * kind.boundary_bytes))
+        kind.name: replace(
+            kind,
+            context=context(kind),
+            boundary_bytes=int(light * kind.boundary_bytes),
+            **{
+                f"{part}parameters": heavy * getattr(kind, f"{part}parameters") for part in ("", "tied_", "replicated_")
+            },
+        )
         for kind in problem.cost.model.kinds
     }
     model = replace(problem.cost.model, layers=tuple(kinds[layer.name] for layer in problem.cost.model.layers))
@@ -64,10 +73,10 @@ def _with_context(rng: Rng, problem: Problem) -> Problem:
             recompute=flags[0],
             sequence_parallel=flags[1],
             zero2=flags[2],
-            zero3=flags[3],
+            zero3=flags[3] or flags[2],
         ),
     )
-    batches = [(1,), (2,), (1, 2, 4), (2, 4)][int(rng.integers(4))]  # few samples: dividing them alone is not enough
+    batches = [(1,), (2,), (1, 2, 4), (2, 8)][int(rng.integers(4))]  # few samples: dividing them alone is not enough
     return replace(problem, cost=replace(problem.cost, model=model), space=space, batches=batches)
 
 
@@ -81,7 +90,7 @@ def _problems(trials: int) -> list[tuple[int, Problem]]:
             len(problem.space.strategies(devices // degree)) for degree in problem.space.pipeline_degrees(devices)
         )
         if most <= 40:
-            found.append((trial, limited(rng, problem)))
+            found.append((trial, limited(rng, problem, least=0.35)))
     return found
 
 

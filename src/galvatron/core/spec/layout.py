@@ -77,8 +77,14 @@ class Layout:
     @property
     def order(self) -> tuple[Factor, ...]:
         """The factors of the sequence in the order in which they divide it, the first one first."""
-        rest = self.sequence - self.zigzag - self.inner
-        return tuple(factor for part in (self.zigzag, rest, self.inner) for factor in sorted(part, reverse=True))
+        return _order(self)
+
+
+@lru_cache(maxsize=65536)
+def _order(layout: Layout) -> tuple[Factor, ...]:
+    rest = layout.sequence - layout.zigzag - layout.inner
+    parts = (layout.zigzag, rest, layout.inner)
+    return tuple(factor for part in parts for factor in sorted(part, reverse=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,8 @@ class ModelSpec:
 
         TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
         split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
-        over those ranks as well, so a layer that shares one is split or has no TP.
+        over those ranks as well, so a layer that shares one is split or has no TP. A layer without attention takes
+        context axes only beside layers with attention that can take the same.
         """
         degree = strategy.degree(Kind.TP)
         if degree > 1 and kind.tensor_parallel is None and (kind.name in self._sharing or not self.splittable):
@@ -300,6 +301,7 @@ class ModelSpec:
             and (not strategy.float8 or kind.float8 is not None)
             and kind.allows_grade(strategy)
             and kind.allows_context(strategy)
+            and (strategy.context_degree == 1 or any(own.allows(strategy) for own in self._attending))
         )
 
     @cached_property
@@ -310,7 +312,11 @@ class ModelSpec:
     @cached_property
     def divisible(self) -> bool:
         """Whether sequences of any of its layers with attention can be divided over devices."""
-        return any(kind.context is not None and kind.context.heads for kind in self.kinds)
+        return bool(self._attending)
+
+    @cached_property
+    def _attending(self) -> tuple[Context, ...]:
+        return tuple(kind.context for kind in self.kinds if kind.context is not None and kind.context.heads)
 
     @cached_property
     def splittable(self) -> bool:
