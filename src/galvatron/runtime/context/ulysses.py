@@ -14,12 +14,6 @@ __all__ = ["heads_to_tokens", "tokens_to_heads"]
 
 def heads_to_tokens(tensor: Tensor, ulysses: str) -> Tensor:
     """From all heads of this rank's tokens to some heads of all tokens (rows, heads, tokens, width)."""
-    ranks = collectives.group_named(ulysses).size()
-    if tensor.shape[1] % ranks:
-        raise InvalidInput(
-            f"ulysses{ranks}: exchanges {tensor.shape[1]} heads of queries, or of keys and values, which {ranks} ranks "
-            "do not divide; take a smaller degree, or a ring"
-        )
     exchanged: Tensor = _there(tensor, ulysses)
     return exchanged
 
@@ -32,6 +26,11 @@ def tokens_to_heads(tensor: Tensor, ulysses: str) -> Tensor:
 
 def _exchanged(tensor: Tensor, group: ProcessGroup, divided: int, joined: int) -> Tensor:
     """Every rank gets its part of the divided dim from all, joined along the other in the order of ranks."""
+    if tensor.shape[divided] % group.size():
+        raise InvalidInput(
+            f"ulysses{group.size()}: {tensor.shape[divided]} heads, of queries or of keys and values, cannot be divided "
+            f"over {group.size()} ranks; take a smaller degree, or a ring"
+        )
     parts = tensor.unflatten(divided, (group.size(), -1)).movedim(divided, 0)
     received = collectives.all_to_all(parts.contiguous(), None, None, group)
     return received.movedim(0, joined).flatten(joined, joined + 1).contiguous()
