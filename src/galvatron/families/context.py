@@ -7,7 +7,7 @@ looks up by :data:`CONTEXT_ATTENTION`. Knows nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ __all__ = [
     "mask_given",
     "next_tokens",
     "sliced",
+    "unknown_to_context",
 ]
 
 CONTEXT_ATTENTION = "galvatron_context"
@@ -107,6 +108,20 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
             )
     parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
     return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())
+
+
+_UNKNOWN = {
+    "sliding_window": "a sliding window",
+    "softcap": "a soft cap of its scores",
+    "s_aux": "sinks",
+    "position_bias": "a bias of positions",
+    "head_mask": "a mask of heads",
+}
+
+
+def unknown_to_context(asked: Mapping[str, Any]) -> str | None:
+    """What a model asks of its attention that the one over divided sequences does not have; None: nothing."""
+    return next((words for name, words in _UNKNOWN.items() if asked.get(name) is not None), None)
 
 
 # For stock models that make masks in their own forward.

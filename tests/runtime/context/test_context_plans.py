@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from ranks import ranks
 from small_models import config
 from torch import Tensor
 
-import galvatron
-from galvatron.core.spec import Strategy
-from galvatron.planner.plan.record import PlannedLayer
+from galvatron.core.spec import Kind, Layout, Strategy
+from galvatron.families import context
+from galvatron.runtime import batches as batches_module
+from galvatron.runtime import build
+from galvatron.runtime.context import ring
+from galvatron.runtime.layout.tokens import TokenOrder
+from galvatron.runtime.pipeline import transfer
 
 _EIGHT = {"num_key_value_heads": 8}
 
@@ -46,27 +51,8 @@ class ContextCase(Case):
             batch["position_ids"] = places - torch.where(starts, places, 0).cummax(1).values
 
 
-def plan_of(case: Case) -> galvatron.Plan:
-    """The case's plan; what it would cost is that of DP, which the runtime does not read."""
-    sizes = [Strategy.parse(stage[0]).devices for stage in case.stages]
-    alike = [
-        [f"dp{size}" if size > 1 else "single"] * len(stage) for size, stage in zip(sizes, case.stages, strict=True)
-    ]
-    count = case.micro_batches
-    stand_in = plan_for(replace(case, stages=alike, batch=sizes[0] * count))
-
-    def layer(own: PlannedLayer, strategy: str) -> PlannedLayer:
-        return replace(own, strategy=strategy)
-
-    stages = tuple(
-        replace(stage, layers=tuple(map(layer, stage.layers, strategies)))
-        for stage, strategies in zip(stand_in.stages, case.stages, strict=True)
-    )
-    return replace(stand_in, stages=stages, batch=case.batch)
-
-
 def found_difference(case: Case) -> str | None:
-    found = ranks(case.devices).run(train, case, plan_of(case), first_weights(case), batches(case))
+    found = ranks(case.devices).run(train, case, plan_for(case), first_weights(case), batches(case))
     return difference(case, found, single_process(case))
 
 
@@ -127,7 +113,7 @@ def _cases() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("inputs", [{}, {"padding": True}, {"documents": True}], ids=["plain", "padding", "documents"])
+@pytest.mark.parametrize("inputs", [longer({}), longer({"padding": True}), {"documents": True}], ids=str)
 @pytest.mark.parametrize(("strategy", "cut"), [("ring3-dp2", False), *_cases()])
 def test_each_kind(strategy: str, cut: bool, inputs: dict[str, Any]) -> None:
     """Each way to divide sequences with each other parallelism; GQA of two heads for each of keys."""
@@ -159,3 +145,76 @@ def test_other_families(family: str, stages: list[list[str]], padding: bool) -> 
 def test_recomputed_in_part(grade: str) -> None:
     """What is kept of attention over a ring, and of exchanges, is what backward needs."""
     _check([["dp2", f"ring2+{grade}", f"ulysses2+{grade}", "ring2"]])
+
+
+# Deliberate breaks
+
+
+def _shifted_within(original: Any) -> Any:
+    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> Any:
+        """Labels are shifted after they were divided, so that the last target of a chunk is lost."""
+        parts, mask = original(batch, tokens, groups, shifts=False)
+        if shifts and "labels" in parts:
+            parts["shift_labels"] = context.next_tokens(parts.pop("labels"))
+        return parts, mask
+
+    return sliced
+
+
+def _from_zero(original: Any) -> Any:
+    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> Any:
+        """Every slice begins at position zero."""
+        parts, mask = original(batch, tokens, groups, shifts=shifts)
+        if "position_ids" in parts:
+            parts["position_ids"] = torch.arange(len(tokens)).expand(parts["position_ids"].shape)
+        return parts, mask
+
+    return sliced
+
+
+def _forgets_ranks(original: Any) -> Any:
+    def merge(total: tuple[Tensor, Tensor], tokens: slice, block: tuple[Tensor, Tensor]) -> None:
+        """Blocks are added up as if each had seen all keys."""
+        total[0][:, :, tokens] += block[0]
+        total[1][:, :, tokens] = torch.logaddexp(total[1][:, :, tokens], block[1])
+
+    return merge
+
+
+def _plain(layout: Layout) -> Layout:
+    return replace(layout, zigzag=frozenset())
+
+
+_BREAKS: dict[str, tuple[Any, str, Any]] = {
+    "labels are shifted within slices": (batches_module, "sliced", _shifted_within),
+    "slices begin at position zero": (batches_module, "sliced", _from_zero),
+    "blocks are merged without their log-sum-exp": (ring, "merge", _forgets_ranks),
+    "gradients are not summed over the context": (
+        Strategy, "replica_factors", lambda _: property(lambda own: own.factors(Kind.DP)),
+    ),
+    "the loss counts slices as copies": (
+        build, "degree_of", lambda original: lambda factors: original(factors) // 2 or 1,
+    ),
+    "a change of layout forgets the zig-zag order": (TokenOrder, "joined", lambda _: lambda own, tensor: tensor),
+    "stages forget the zig-zag order": (
+        transfer, "sequence_pieces", lambda original: lambda layout, *sizes: original(_plain(layout), *sizes),
+    ),
+}  # fmt: skip
+_LEAN = ("labels are shifted within slices", "slices begin at position zero")
+"""The third that everybody makes, a missing log-sum-exp, is among the tests of attention."""
+
+
+def _broken(name: str, *args: Any) -> Any:
+    owner, attribute, instead = _BREAKS[name]
+    with patch.object(owner, attribute, instead(getattr(owner, attribute))):
+        return train(*args)
+
+
+@pytest.mark.parametrize("name", [own if own in _LEAN else longer(own) for own in _BREAKS])
+def test_breaks_show(name: str) -> None:
+    """On two ranks: what each test above would find."""
+    stages = [["ring2", "ring2"], ["dp2", "ring2"]] if "stages" in name else [["ring2", "dp2", "ring2", "ring2"]]
+    case = ContextCase(config=config("llama", use_cache=False), stages=stages, clip=None, steps=1)
+    args = (case, plan_for(case), first_weights(case), batches(case))
+    found = ranks(case.devices).run(_broken, name, *args)
+    assert difference(case, found, single_process(case)) is not None

@@ -9,20 +9,11 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.context import CONTEXT_ATTENTION, ContextMask
+from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, unknown_to_context
 from galvatron.runtime.context.ring import ring_attention
 from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
 
 __all__ = ["attend_in_context", "context_attention"]
-
-_UNKNOWN = {
-    "sliding_window": "a sliding window",
-    "softcap": "a soft cap of its scores",
-    "s_aux": "sinks",
-    "position_bias": "a bias of positions",
-    "head_mask": "a mask of heads",
-}
-"""What a model may ask of its attention that this one does not have."""
 
 
 def context_attention(
@@ -43,12 +34,12 @@ def context_attention(
             f"{name}: is given a mask of its model's own, so its sequences cannot be divided over ranks; plan without "
             "context parallelism (--context-parallel off)"
         )
-    for key_word, words in _UNKNOWN.items():
-        if asked.get(key_word) is not None:
-            raise InvalidInput(
-                f"{name}: its attention has {words}, which is not known where sequences are divided over ranks; plan "
-                "without context parallelism (--context-parallel off)"
-            )
+    unknown = unknown_to_context(asked)
+    if unknown is not None:
+        raise InvalidInput(
+            f"{name}: its attention has {unknown}, which is not known where sequences are divided over ranks; plan "
+            "without context parallelism (--context-parallel off)"
+        )
     mask = attention_mask
     if dropout and (mask.ring or _masked(mask)):
         raise InvalidInput(

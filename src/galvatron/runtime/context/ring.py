@@ -176,8 +176,7 @@ def _backward_node(
     where they belong."""
     output, lse, query, *held = saved
     ranks, marks = _ring(ring), _Masks.of(masks)
-    by_query = torch.zeros_like(query, dtype=lse.dtype)
-    sums = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in held]
+    by_query, *sums = (tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, *held))
     coming: _Passing | None = None
     for step in range(ranks.size):
         passing = ranks.pass_on(held) if step + 1 < ranks.size else None

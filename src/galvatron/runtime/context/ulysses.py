@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from galvatron.core.errors import InvalidInput
 from galvatron.runtime import collectives
 from galvatron.runtime.tensor_parallel import operators
 
@@ -25,6 +26,11 @@ def tokens_to_heads(tensor: Tensor, ulysses: str) -> Tensor:
 
 def _exchanged(tensor: Tensor, group: ProcessGroup, divided: int, joined: int) -> Tensor:
     """Every rank gets its part of the divided dim from all, joined along the other in the order of ranks."""
+    if tensor.shape[divided] % group.size():
+        raise InvalidInput(
+            f"ulysses{group.size()}: {tensor.shape[divided]} heads, of queries or of keys and values, cannot be divided "
+            f"over {group.size()} ranks; take a smaller degree, or a ring"
+        )
     parts = tensor.unflatten(divided, (group.size(), -1)).movedim(divided, 0)
     received = collectives.all_to_all(parts.contiguous(), None, None, group)
     return received.movedim(0, joined).flatten(joined, joined + 1).contiguous()
