@@ -27,6 +27,7 @@ from galvatron.core.spec import (
 
 __all__ = [
     "CONTEXT_1",
+    "CONTEXT_2",
     "EXPERTS_1",
     "EXPERTS_2",
     "EXPERT_RULES",
@@ -82,6 +83,10 @@ CONTEXT_1 = Rule(
     "context-1",
     "Beside Ring or Ulysses axes are in the order DP, SDP, Ring, Ulysses, TP: what can wait longest is outermost.",
     forbids=lambda strategy: strategy.context_degree > 1 and list(strategy.axes) != _in_order(strategy.axes),
+)
+CONTEXT_2 = Rule(
+    "context-2",
+    "A layer without attention has only such Ring and Ulysses axes as some layer of the model with attention can have.",
 )
 _CONTEXT_ORDER = (Kind.DP, Kind.SDP, Kind.RING, Kind.ULYSSES, Kind.TP)
 """Outermost first. Gradients are summed once an iteration, parameters gathered a layer ahead, keys and values passed on

@@ -22,7 +22,7 @@ from galvatron.planner.search.stage import solve_stage
 from galvatron.planner.space import Space, Switches
 
 Rng = np.random.Generator
-_KINDS = [{Kind.DP}, {Kind.SDP}, {Kind.TP}, {Kind.DP, Kind.TP}, {Kind.SDP, Kind.TP}, set()]
+_KINDS = [{Kind.SDP}, {Kind.SDP, Kind.TP}, {Kind.SDP, Kind.TP}, {Kind.DP, Kind.TP}, {Kind.DP, Kind.SDP}, {Kind.TP}]
 
 
 def _with_context(rng: Rng, problem: Problem) -> Problem:
@@ -49,7 +49,7 @@ def _with_context(rng: Rng, problem: Problem) -> Problem:
         )
 
     light = float(rng.choice([1.0, 0.02]))  # to move, so that layers may differ
-    heavy = int(rng.choice([1, 8]))  # states, so that sharding them may be needed
+    heavy = int(rng.choice([1, 30]))  # states, so that sharding them may be needed
     kinds = {
         kind.name: replace(
             kind,
@@ -72,8 +72,8 @@ def _with_context(rng: Rng, problem: Problem) -> Problem:
             context_parallel=True,
             recompute=flags[0],
             sequence_parallel=flags[1],
-            zero2=flags[2],
-            zero3=flags[3] or flags[2],
+            zero2=flags[2] and flags[3],
+            zero3=True,
         ),
     )
     batches = [(1,), (2,), (1, 2, 4), (2, 8)][int(rng.integers(4))]  # few samples: dividing them alone is not enough
@@ -90,11 +90,11 @@ def _problems(trials: int) -> list[tuple[int, Problem]]:
             len(problem.space.strategies(devices // degree)) for degree in problem.space.pipeline_degrees(devices)
         )
         if most <= 40:
-            found.append((trial, limited(rng, problem, least=0.35)))
+            found.append((trial, limited(rng, problem, least=0.4)))
     return found
 
 
-@pytest.mark.parametrize("trials", [70, longer(400)])
+@pytest.mark.parametrize("trials", [60, longer(400)])
 def test_equals_brute_force(trials: int) -> None:
     """Models whose layers divide sequences, divide tokens alone, or divide nothing, beside each other."""
     feasible, mixed, used = 0, 0, set()

@@ -221,6 +221,18 @@ class LayerSpec:
             tuning=None,
         )
 
+    def tuned(self, own: Tuning, name: str) -> LayerSpec:
+        """The inverse: the layer with some of it frozen, and with adapters."""
+        return replace(
+            self,
+            name=name,
+            parameters=self.parameters + own.adapter_parameters,
+            replicated_parameters=self.replicated_parameters + own.adapter_replicated_parameters,
+            forward_flops=self.forward_flops + own.adapter_flops,
+            replicated_activation_bytes=self.replicated_activation_bytes + own.adapter_activation_bytes,
+            tuning=own,
+        )
+
     @property
     def activation_bytes(self) -> int:
         """All that one sample saves for backward on a single device."""
@@ -287,8 +299,7 @@ class ModelSpec:
 
         TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
         split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
-        over those ranks as well, so a layer that shares one is split or has no TP. A layer without attention takes
-        context axes only beside layers with attention that can take the same.
+        over those ranks as well, so a layer that shares one is split or has no TP.
         """
         degree = strategy.degree(Kind.TP)
         if degree > 1 and kind.tensor_parallel is None and (kind.name in self._sharing or not self.splittable):
@@ -301,7 +312,6 @@ class ModelSpec:
             and (not strategy.float8 or kind.float8 is not None)
             and kind.allows_grade(strategy)
             and kind.allows_context(strategy)
-            and (strategy.context_degree == 1 or any(own.allows(strategy) for own in self._attending))
         )
 
     @cached_property
@@ -312,11 +322,13 @@ class ModelSpec:
     @cached_property
     def divisible(self) -> bool:
         """Whether sequences of any of its layers with attention can be divided over devices."""
-        return bool(self._attending)
+        return any(kind.context is not None and kind.context.heads for kind in self.kinds)
 
-    @cached_property
-    def _attending(self) -> tuple[Context, ...]:
-        return tuple(kind.context for kind in self.kinds if kind.context is not None and kind.context.heads)
+    def divides(self, strategy: Strategy) -> bool:
+        """Whether some layer with attention can take a strategy's context axes; true without these."""
+        return strategy.context_degree == 1 or any(
+            kind.context.heads and kind.context.allows(strategy) for kind in self.kinds if kind.context is not None
+        )
 
     @cached_property
     def splittable(self) -> bool:

@@ -228,8 +228,12 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
     iteration_s = total_ns / 1e9
     # Where sequences stay whole, plans say nothing of how they could be divided, as before they could.
     switches = request.effective_switches
-    divides = any(strategy.context_degree > 1 for stage in decisions.stages for strategy in stage)
-    switches = replace(switches, context_parallel=switches.context_parallel or divides)
+    used = [strategy for stage in decisions.stages for strategy in stage]
+    switches = replace(  # by hand, maybe
+        switches,
+        context_parallel=switches.context_parallel or any(own.context_degree > 1 for own in used),
+        zero3=switches.zero3 or any(own.zero3 for own in used),
+    )
     return Plan(
         version=FORMAT_VERSION,
         model=ModelFacts.of(request.model if switches.context_parallel else request.model.undivided()),

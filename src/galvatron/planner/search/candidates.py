@@ -90,10 +90,12 @@ class Candidates:
     def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
+        # Layers without attention need no context axes but those that layers with attention can take (rule context-2).
         every = space.strategies(devices)
+        needed = [each for each in every if cost.model.divides(each)] or every
         # What none of the model's layers can take would only make tables longer.
-        used = [each for each in every if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
-        costs = cost.stage(used or every, pipeline_degree)
+        used = [each for each in needed if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        costs = cost.stage(used or needed, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
     def _groups(self, experts: ExpertChoices) -> Places:
