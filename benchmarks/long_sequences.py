@@ -36,7 +36,7 @@ _RATE = 1e-4
 
 def _plan(spec: dict[str, Any]) -> Any:
     """One sample, all layers under one strategy; the head computes its loss in chunks."""
-    from galvatron.core.spec import Precision, Training
+    from galvatron.core.spec import Precision, Strategy, Training
     from galvatron.families import load_cluster
     from galvatron.measure.models import load_any_model
     from galvatron.planner.plan.by_hand import priced
@@ -53,9 +53,10 @@ def _plan(spec: dict[str, Any]) -> Any:
     precision = Precision.BF16 if spec["narrow"] else Precision.FP32
     training = Training(precision=precision, sequence_length=spec["tokens"], compile=spec["compile"], dropout=False)
     model = load_any_model(MODELS[spec["model"]], training)
-    block = spec["strategy"]
-    around = "+".join(part for part in block.split("+") if part not in ("rc", "rs", "ra", "host", "sp"))
-    strategies = [around, *[block] * (len(model.layers) - 2), f"{around}+fl"]
+    block = Strategy.parse(spec["strategy"])
+    grades = {"recompute": False, "selective_recompute": False, "recompute_but_attention": False, "offload": False}
+    around = replace(block, sequence_parallel=False, **grades)
+    strategies = [str(own) for own in (around, *[block] * (len(model.layers) - 2), replace(around, fused_loss=True))]
     return priced(Request(model=model, cluster=cluster, batch=1), [strategies])
 
 

@@ -3,12 +3,13 @@ AdamW, in fp64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from context_cases import ContextCase
 from longer import longer
 from oracle import Case, batches, first_weights, single_process
 from parity import difference, plan_for, train
@@ -25,30 +26,6 @@ from galvatron.runtime.layout.tokens import TokenOrder
 from galvatron.runtime.pipeline import transfer
 
 _EIGHT = {"num_key_value_heads": 8}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextCase(Case):
-    """A case with longer samples."""
-
-    tokens: int = 24
-    documents: bool = False
-    """Samples are several documents each, of which positions start anew."""
-    batch: int = 4
-    steps: int = 2
-    clip: float | None = 0.5
-
-    @property
-    def length(self) -> int | None:
-        return self.tokens
-
-    def complete(self, batch: dict[str, Tensor], generator: torch.Generator) -> None:
-        super().complete(batch, generator)
-        if self.documents:
-            starts = torch.rand(batch["input_ids"].shape, generator=generator) < 0.2
-            starts[:, 0] = True
-            places = torch.arange(self.tokens).expand(starts.shape)
-            batch["position_ids"] = places - torch.where(starts, places, 0).cummax(1).values
 
 
 def found_difference(case: Case) -> str | None:

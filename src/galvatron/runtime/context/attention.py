@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, unknown_to_context
+from galvatron.runtime.context.blocks import Seen
 from galvatron.runtime.context.ring import ring_attention
 from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
 
@@ -41,23 +43,24 @@ def context_attention(
             "without context parallelism (--context-parallel off)"
         )
     mask = attention_mask
-    if dropout and (mask.ring or _masked(mask)):
+    if dropout and mask.ring:
         raise InvalidInput(
-            f"{name}: drops out {dropout} of its attention's weights, which a ring, padding or documents cannot where "
-            "sequences are divided over ranks; set it to 0 in the model's configuration, or plan without context "
-            "parallelism (--context-parallel off)"
+            f"{name}: drops out {dropout} of its attention's weights, which a ring cannot; take Ulysses alone, set the "
+            "rate to 0 in the model's configuration, or plan without context parallelism (--context-parallel off)"
         )
+    masked = mask.documents is not None or mask.kept is not None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask.ulysses:
         query, key, value = (heads_to_tokens(own, mask.ulysses) for own in (query, key, value))
-    if mask.ring or _masked(mask):
+    if mask.ring or (masked and not dropout):
         tensors, masks = (query, key, value), (mask.documents, mask.kept)
         attended = ring_attention(tensors, masks, mask.ring, causal=causal, scale=scale)
     else:
+        allowed = _allowed(mask, query.shape[2], causal=causal, device=query.device) if masked else None
         attended = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=causal, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, allowed, dropout, causal and not masked,
+            scale=scale, enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
     if mask.ulysses:
         attended = tokens_to_heads(attended, mask.ulysses)
@@ -72,8 +75,12 @@ def attend_in_context(layer: nn.Module) -> None:
             config._attn_implementation = CONTEXT_ATTENTION
 
 
-def _masked(mask: ContextMask) -> bool:
-    return mask.documents is not None or mask.kept is not None
+def _allowed(mask: ContextMask, length: int, *, causal: bool, device: torch.device) -> Tensor:
+    """What each token of a whole sequence may attend to (rows, 1, tokens, tokens)."""
+    seen = Seen(causal, mask.documents, mask.documents, mask.kept)
+    allowed = seen.part(slice(0, length), device, length)
+    assert allowed is not None
+    return allowed[:, None]
 
 
 AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

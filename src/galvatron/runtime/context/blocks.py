@@ -80,12 +80,12 @@ def attend_backward(
     query, key, value = tensors
     output, lse = result
     if _flash(query, value, seen):
-        # Philox states, of which a kernel without dropout takes no notice.
-        unused = torch.zeros((), dtype=torch.uint64, device=query.device), torch.zeros((), device=query.device)
+        # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
+        given = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
+        states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, output, lse, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal,
-            *unused, scale=scale,
-        )  # fmt: skip
+            *given, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
+        )
         return found[0], found[1], found[2]
     wide = _wide(query)
     by_query = torch.empty_like(query)

@@ -28,8 +28,8 @@ def _exchanged(tensor: Tensor, group: ProcessGroup, divided: int, joined: int) -
     """Every rank gets its part of the divided dim from all, joined along the other in the order of ranks."""
     if tensor.shape[divided] % group.size():
         raise InvalidInput(
-            f"ulysses{group.size()}: {tensor.shape[divided]} heads, of queries or of keys and values, cannot be divided "
-            f"over {group.size()} ranks; take a smaller degree, or a ring"
+            f"ulysses{group.size()}: {tensor.shape[divided]} heads, of queries or of keys and values, cannot be "
+            f"divided over {group.size()} ranks; take a smaller degree, or a ring"
         )
     parts = tensor.unflatten(divided, (group.size(), -1)).movedim(divided, 0)
     received = collectives.all_to_all(parts.contiguous(), None, None, group)
