@@ -80,7 +80,7 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
     if strange:
         raise InvalidInput(
             f"batch: {strange[0]} given, of which nobody knows whether it is divided with the sequence; leave it out, "
-            "or plan without context parallelism (--context-parallel off)"
+            "or plan without context parallelism (--no-context-parallel)"
         )
     whole = dict(batch)
     padding = whole.pop("attention_mask", None)
@@ -104,7 +104,7 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
         if tensor.ndim != 2:
             raise InvalidInput(
                 f"batch: {name} of shape {list(tensor.shape)} cannot be divided along the sequence; expected (samples, "
-                "tokens), or plan without context parallelism (--context-parallel off)"
+                "tokens), or plan without context parallelism (--no-context-parallel)"
             )
     parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
     return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())

@@ -144,7 +144,7 @@ def _check_context(layered: LayeredModel, index: int, field: str, strategy: Stra
     if reason is not None:
         raise InvalidInput(
             f"{field}: {str(strategy)!r} divides sequences, but {reason}; plan without context parallelism "
-            "(--context-parallel off)"
+            "(--no-context-parallel)"
         )
 
 

@@ -34,19 +34,19 @@ def context_attention(
     if not isinstance(attention_mask, ContextMask):
         raise InvalidInput(
             f"{name}: is given a mask of its model's own, so its sequences cannot be divided over ranks; plan without "
-            "context parallelism (--context-parallel off)"
+            "context parallelism (--no-context-parallel)"
         )
     unknown = unknown_to_context(asked)
     if unknown is not None:
         raise InvalidInput(
             f"{name}: its attention has {unknown}, which is not known where sequences are divided over ranks; plan "
-            "without context parallelism (--context-parallel off)"
+            "without context parallelism (--no-context-parallel)"
         )
     mask = attention_mask
     if dropout and mask.ring:
         raise InvalidInput(
             f"{name}: drops out {dropout} of its attention's weights, which a ring cannot; take Ulysses alone, set the "
-            "rate to 0 in the model's configuration, or plan without context parallelism (--context-parallel off)"
+            "rate to 0 in the model's configuration, or plan without context parallelism (--no-context-parallel)"
         )
     masked = mask.documents is not None or mask.kept is not None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
