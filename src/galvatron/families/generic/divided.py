@@ -72,7 +72,7 @@ def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
     if len(some) != len(others):
         return False
     try:
-        pairs = [torch.broadcast_tensors(*pair) for pair in zip(some, others, strict=True)]
+        pairs = [torch.broadcast_tensors(*pair) for pair in zip(some, others, strict=True)]  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
     return all(torch.equal(*pair) for pair in pairs)
