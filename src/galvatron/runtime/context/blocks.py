@@ -81,10 +81,10 @@ def attend_backward(
     output, lse = result
     if _flash(query, value, seen):
         # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
-        given = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
+        taken = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
         states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *given, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
+            *taken, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
         )
         return found[0], found[1], found[2]
     wide = _wide(query)
