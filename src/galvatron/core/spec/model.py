@@ -324,12 +324,6 @@ class ModelSpec:
         """Whether sequences of any of its layers with attention can be divided over devices."""
         return any(kind.context is not None and kind.context.heads for kind in self.kinds)
 
-    def divides(self, strategy: Strategy) -> bool:
-        """Whether some layer with attention can take a strategy's context axes; true without these."""
-        return strategy.context_degree == 1 or any(
-            kind.context.heads and kind.context.allows(strategy) for kind in self.kinds if kind.context is not None
-        )
-
     @cached_property
     def splittable(self) -> bool:
         """Whether TP can split any of its layers."""

@@ -91,11 +91,11 @@ def attend_backward(
     by_query = torch.empty_like(query)
     by_key, by_value = (torch.zeros_like(own, dtype=wide) for own in (key, value))
     for strip, scores in _strips(query, key, seen, scale):
-        given = gradient[:, :, strip].to(wide)
+        coming = gradient[:, :, strip].to(wide)
         shares = torch.exp(scores - _finite(lse[:, :, strip])[..., None])
-        by_value += _summed_heads(shares, given, value.shape[1])
-        inner = (given * output[:, :, strip]).sum(-1, keepdim=True)
-        by_scores = shares * (_scores(given, value) - inner) * scale
+        by_value += _summed_heads(shares, coming, value.shape[1])
+        inner = (coming * output[:, :, strip]).sum(-1, keepdim=True)
+        by_scores = shares * (_scores(coming, value) - inner) * scale
         by_query[:, :, strip] = _times(by_scores, key).to(query.dtype)
         by_key += _summed_heads(by_scores, query[:, :, strip].to(wide), key.shape[1])
     return by_query, by_key.to(key.dtype), by_value.to(value.dtype)
