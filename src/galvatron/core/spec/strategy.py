@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, Kind, LayerSwitches
@@ -109,7 +110,18 @@ class Strategy(LayerSwitches):
 
     def factors(self, *kinds: Kind) -> Factors:
         """The factors of the rank that the axes of these kinds own."""
-        return _owned_factors(self.axes, kinds)
+        if kinds not in self._factors:
+            self._factors[kinds] = _owned_factors(self.axes, kinds)
+        return self._factors[kinds]
+
+    @cached_property
+    def _factors(self) -> dict[tuple[Kind, ...], Factors]:
+        return {}
+
+    @cached_property
+    def traits(self) -> tuple[Any, ...]:
+        """All that decides whether a layer can be run so: the degree of TP, the switches, the axes of its experts."""
+        return (self.degree(Kind.TP), self.experts, *(getattr(self, switch.name) for switch in LAYER_SWITCHES))
 
     def expert_factors(self, *kinds: Kind) -> Factors:
         """The factors of the rank that the axes of these kinds own for the experts."""

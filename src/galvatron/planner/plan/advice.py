@@ -13,7 +13,7 @@ from galvatron.core.units import format_bytes
 from galvatron.families import load_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
-from galvatron.planner.search import Feasibility
+from galvatron.planner.search import Feasibility, Tell
 from galvatron.planner.space import Space
 
 __all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget"]
@@ -65,9 +65,9 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 
 
-def make_plan(request: Request) -> Plan:
-    """The best plan, or :class:`Infeasible` with advice."""
-    plan = try_plan(request)
+def make_plan(request: Request, tell: Tell | None = None) -> Plan:
+    """The best plan, or :class:`Infeasible` with advice. ``tell`` hears of a search that takes more than a second."""
+    plan = try_plan(request, tell)
     if plan is None:
         raise _explained(request)
     return plan
@@ -83,6 +83,7 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
 
 
 def _explained(request: Request) -> GalvatronError:
+    request = replace(request, time_limit_s=None)  # it is for the search, which is done
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"

@@ -92,7 +92,9 @@ class Candidates:
         devices = cost.cluster.devices // pipeline_degree
         every = space.strategies(devices)
         # What none of the model's layers can take would only make tables longer.
-        used = [each for each in every if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        model, distinct = cost.model, {each.traits: each for each in every}
+        usable = {traits for traits, each in distinct.items() if any(model.allows(kind, each) for kind in model.kinds)}
+        used = [each for each in every if each.traits in usable]
         costs = cost.stage(used or every, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 

@@ -23,6 +23,7 @@ from galvatron.planner.search.choices import Choices, Useful
 from galvatron.planner.search.completions import Completions
 from galvatron.planner.search.fill import Filling, fill
 from galvatron.planner.search.labels import STAND_IN, Filler, Labels
+from galvatron.planner.search.watch import UNWATCHED, Watch
 
 __all__ = ["StageProblem", "StageSolution", "solve_any", "solve_stage"]
 
@@ -58,6 +59,7 @@ class StageProblem:
     """(K,) time to receive the stage's input in the first layer's layout."""
     exit: Integers
     """(K,) time to receive the gradient of the stage's output in the last layer's layout."""
+    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def solve_any(
     best: StageSolution | None = None
     unfinished: list[tuple[float, int, int, _PathSolver]] = []
     while heap:
+        problems[0].watch.check()
         bound, place, first, last = heapq.heappop(heap)
         if bound >= cutoff - _BOUND_SLACK:
             break
@@ -246,21 +249,22 @@ class _PathSolver:
         return float(lams[int(bound(lams).argmax())])
 
     def _completion_bounds(self) -> tuple[Floats, Floats]:
-        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and
-        (J,) the bounds on the whole path that they imply."""
-        entering = {}
-        for kind, table in self.kinds.items():
-            entering[kind] = np.full((len(self.lams), self.layouts), np.inf)
-            entering[kind][:, table.layouts] = table.priced(self.lams)[1]
-        rest = np.empty((len(self.sequence), len(self.lams), self.layouts))
-        after = np.tile(self.problem.exit.astype(np.float64), (len(self.lams), 1))
+        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and each layout that the layer
+        can have; and (J,) the bounds on the whole path that they imply."""
+        entering = {kind: table.priced(self.lams)[1] for kind, table in self.kinds.items()}
+        rest = np.full((len(self.sequence), len(self.lams), self.layouts), np.inf)
+        rest[-1] = self.problem.exit
+        steps: dict[tuple[int, int], Integers] = {}
         for layer in range(len(self.sequence) - 1, 0, -1):
-            rest[layer] = after
-            through = (after + entering[self.sequence[layer]])[:, None, :]
-            after = (through + self.problem.change[self.sequence[layer - 1]]).min(axis=2)
-        rest[0] = after
-        whole = (after + entering[self.sequence[0]] + self.problem.entry).min(axis=1) - self.lams * self.budget
-        return rest, whole
+            before, here = self.sequence[layer - 1], self.sequence[layer]
+            sources, targets = self.kinds[before].layouts, self.kinds[here].layouts
+            if (before, here) not in steps:
+                steps[before, here] = self.problem.change[before][np.ix_(sources, targets)]
+            through = (rest[layer][:, targets] + entering[here])[:, None, :]
+            rest[layer - 1][:, sources] = (through + steps[before, here]).min(axis=2)
+        first = self.kinds[self.sequence[0]].layouts
+        whole = rest[0][:, first] + entering[self.sequence[0]] + self.problem.entry[first]
+        return rest, whole.min(axis=1) - self.lams * self.budget
 
     def _deferred_class(self) -> tuple[int, int] | None:
         """(kind, layout) of the layers whose choice is put off, where one kind makes up a long stage.
@@ -287,6 +291,7 @@ class _PathSolver:
         labels = Labels.start(self.problem.entry)
         history: list[tuple[NDArray[np.intp], Integers]] = []
         for layer, kind in enumerate(self.sequence):
+            self.problem.watch.check()
             change = self.problem.change[self.sequence[layer - 1]] if layer else None
             grown, parent, base = labels.extended(kinds[kind], change)
             needed = grown.memory + grown.put_off * filler.least_memory

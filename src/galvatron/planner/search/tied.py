@@ -16,7 +16,7 @@ from galvatron.planner.cost import NEVER, Integers, Resplit, StageCosts
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_any, solve_stage
 
-__all__ = ["TiedWeights", "solve_tied"]
+__all__ = ["TiedWeights", "solve_roughly", "solve_tied"]
 
 
 class TiedWeights:
@@ -62,6 +62,16 @@ def solve_tied(
         if best is None or alike(best):
             return best
     return solve_any(tuple(_by_owner(problem, tied, in_flight_count, sharing)), budget, cutoff)
+
+
+def solve_roughly(
+    problem: StageProblem, budget: int, tied: TiedWeights, in_flight_count: int, sharing: Sequence[int]
+) -> StageSolution | None:
+    """An assignment that fits, found soon; there may be one where none is found."""
+    shared = len(sharing) > 1
+    return solve_any(
+        tuple(_by_owner(problem, tied, in_flight_count, sharing)) if shared else (problem,), budget, rough=True
+    )
 
 
 def _by_owner(
