@@ -13,6 +13,7 @@ from longer import longer
 from search_oracles import brute_search, check_plan, limited, random_problem
 
 import galvatron
+from galvatron.cli.progress import shown_search
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
@@ -116,3 +117,34 @@ def test_only_a_long_search_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> Non
         watch.check()
         watch.reached(0.25)
     assert said == [(1.1, 0.25), (2.0, 0.25)]
+
+
+class _Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that is written over, and taken away at the end."""
+    with shown_search() as tell:
+        assert tell is None
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with shown_search() as tell:
+        assert tell is not None
+        tell(1.2, None)
+        tell(2.4, 0.031)
+    first, second, rest = terminal.getvalue().split("\r\033[K")[1:]
+    assert first == "searching: 1 s, no plan yet"
+    assert second == "searching: 2 s, best plan so far within 3.10% of the best"
+    assert rest == ""
+
+
+def test_a_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_FIRST_S", 0.0)
+    monkeypatch.setattr(watching, "_EVERY_S", 0.0)
+    said: list[float | None] = []
+    request = request_for("bert-large", "titan-rtx-8", Setup(memory="4GiB", batch=32, schedule="gpipe"))
+    make_plan(request, lambda _, gap: said.append(gap))
+    assert said[0] is None
+    assert all(gap is None or gap > 0 for gap in said)

@@ -9,7 +9,8 @@ from math import comb, perm, prod
 import pytest
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Axis, Kind, Strategy, prime_factors
+from galvatron.core.spec import Axis, Kind, Strategy, Training, prime_factors
+from galvatron.families import load_model
 from galvatron.planner.space import (
     EXPERT_RULES,
     EXTENDED,
@@ -182,3 +183,15 @@ def test_axes_of_experts(devices: int) -> None:
     for off in (replace(space, switches=PAPER), replace(space, kinds=frozenset({Kind.DP, Kind.TP}))):
         assert off.strategies(devices, experts=True) == off.strategies(devices)
     assert not any(space_named(space.name, EXTENDED).has_experts for space in SPACES if space.name != "full")
+
+
+@pytest.mark.parametrize("name", ["bert-large", "t5-large", "llama3-8b"])
+def test_only_traits_decide_what_a_layer_can_take(name: str) -> None:
+    """The search asks once for all strategies that share them."""
+    model = load_model(name, Training())
+    by_traits: dict[tuple[object, ...], set[tuple[bool, ...]]] = {}
+    for strategy in space_named("full", EXTENDED).strategies(8):
+        allowed = tuple(model.allows(kind, strategy) for kind in model.kinds)
+        by_traits.setdefault(strategy.traits, set()).add(allowed)
+    assert all(len(answers) == 1 for answers in by_traits.values())
+    assert len({answer for answers in by_traits.values() for answer in answers}) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ __all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_bud
 _TRIED = 256
 _PRICING_S = 0.7
 """Processor time after which advice is not priced any more, and only says that it fits."""
+_FEW_TIMES = 4
+"""With more than so many times the devices a plan takes long to find."""
 _LEAST_TOKENS = 128
 _STATES_SAVED = 12
 """Bytes a frozen parameter does without: gradient and two moments in fp32."""
@@ -111,6 +114,8 @@ class _Change:
     what: str
     option: str
     request: Request
+    quick: bool = True
+    """Whether a plan for it is soon found."""
 
 
 def _remedies(request: Request) -> list[str]:
@@ -160,7 +165,7 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
             )
         )
     yield (
-        _Change(f"more devices, {larger.cluster.devices}", "", larger)
+        _Change(f"more devices, {larger.cluster.devices}", "", larger, quick=factor <= _FEW_TIMES)
         for factor in (2, 4, 8, 16, 32)
         for larger in [_more_devices(request, factor)]
     )
@@ -199,8 +204,15 @@ def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
 
 
 def _priced(change: _Change, deadline: float) -> str:
-    plan = try_plan(change.request) if time.process_time() < deadline else None
-    price = "fits" if plan is None else f"{plan.throughput:.3g} samples/s at batch {plan.batch}"
+    left_s = deadline - time.process_time()
+    plan = None
+    if change.quick and left_s > 0:
+        with suppress(InvalidInput):  # no plan was found so soon
+            plan = try_plan(replace(change.request, time_limit_s=left_s))
+    price = "fits"
+    if plan is not None and plan.certificate is not None:
+        least = "" if plan.certificate.gap == 0 else "at least "
+        price = f"{least}{plan.throughput:.3g} samples/s at batch {plan.batch}"
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 
