@@ -15,7 +15,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, OutOfRange
+from galvatron.core.spec.figures import MOST_LAYERS, check_figures
 from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.parts import Experts, FusedLoss, Kept, TensorParallel
@@ -99,6 +100,9 @@ class Training:
     lora: Lora | None = None
     """Adapters that train, while all that the model has itself does not; None: there are none."""
 
+    def __post_init__(self) -> None:
+        check_figures(self, "training")
+
     @property
     def tunes(self) -> bool:
         """Whether some parameters are frozen."""
@@ -165,6 +169,15 @@ class LayerSpec:
     """With recompute of all but attention; None: it has no fused attention, or nobody knows."""
 
     def __post_init__(self) -> None:
+        for part in (self, self.experts, self.tuning, self.fused_loss, self.float8, self.selective, self.but_attention):
+            if part is not None:
+                check_figures(part, f"layer {self.name!r}")
+        for name in ("tied_parameters", "replicated_parameters"):
+            if getattr(self, name) > self.parameters:
+                raise OutOfRange(
+                    f"layer {self.name!r}: {name} is {getattr(self, name)}; expected at most its parameters, "
+                    f"{self.parameters}"
+                )
         if self.experts is not None:
             self._check_experts(self.experts)
 
@@ -177,15 +190,10 @@ class LayerSpec:
             ("replicated_activation_bytes", self.replicated_activation_bytes),
         ):
             if not 0 <= getattr(experts, name) <= whole:
-                raise InvalidInput(
+                raise OutOfRange(
                     f"layer {self.name!r}: experts.{name} is {getattr(experts, name)}; expected from 0 to {whole}, "
                     "for it is part of the layer's"
                 )
-        if experts.count < 1 or not experts.imbalance >= 1:
-            raise InvalidInput(
-                f"layer {self.name!r}: {experts.count} experts with an imbalance of {experts.imbalance:g}; expected at "
-                "least 1 of each"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay
@@ -215,6 +223,18 @@ class LayerSpec:
             forward_flops=self.forward_flops - self.tuning.adapter_flops,
             replicated_activation_bytes=self.replicated_activation_bytes - self.tuning.adapter_activation_bytes,
             tuning=None,
+        )
+
+    def tuned(self, own: Tuning, name: str) -> LayerSpec:
+        """The inverse: the layer with some of it frozen, and with adapters."""
+        return replace(
+            self,
+            name=name,
+            parameters=self.parameters + own.adapter_parameters,
+            replicated_parameters=self.replicated_parameters + own.adapter_replicated_parameters,
+            forward_flops=self.forward_flops + own.adapter_flops,
+            replicated_activation_bytes=self.replicated_activation_bytes + own.adapter_activation_bytes,
+            tuning=own,
         )
 
     @property
@@ -269,6 +289,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidInput(f"model {self.name!r}: it has no layers; a model needs at least one")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidInput(f"model {self.name!r}: it has {len(self.layers)} layers; expected at most {MOST_LAYERS}")
         kinds: dict[str, LayerSpec] = {}
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:

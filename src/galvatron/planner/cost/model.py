@@ -172,7 +172,8 @@ class StageCosts:
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
         gradient_scatter = trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.sdp)
         zero2_scatter = arrays.zero2 * trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.dp)
-        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter
+        scatter_once = zero2_scatter if conventions.distributed_optimizer else 0.0
+        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter - scatter_once
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         beside_forward, beside_backward = forward, backward
         if arrays.own.any():
@@ -188,7 +189,7 @@ class StageCosts:
         backward_with_scatter = self._overlapped_s(beside_backward, each_backward)
 
         shard = trained / arrays.sdp.size
-        sync = np.where(arrays.zero2 | ~trains, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
+        sync = np.where(arrays.zero2 | ~trains, scatter_once, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward + waiting,
@@ -235,7 +236,7 @@ class StageCosts:
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         weights = memory.Weights(parameters, shared, trained)
-        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer)
+        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer, conventions)
         states = states + memory.shared_bytes(shared, arrays, precision, conventions)
         saved = memory.activation_bytes(samples, layers, arrays)
         pipelined = self._stage_link is not None

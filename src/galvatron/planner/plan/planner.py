@@ -11,6 +11,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
 from galvatron.planner.cost import (
     GALVATRON,
@@ -46,7 +47,6 @@ _TOKENS_PER_DEVICE = 1 << 17
 _TOKENS = 1 << 22
 """Most tokens of a batch searched by default, for each device and in all: language models are trained with a few
 million tokens a step at most (Llama 2: 4M), and with less on few devices, where a step would take a minute."""
-_LARGEST_BATCH = 1 << 22
 _MOST_BATCHES = 4096
 
 
@@ -86,9 +86,9 @@ class Request:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
         for name in ("batch", "max_batch", "batch_step"):
             value = getattr(self, name)
-            if value is not None and value > _LARGEST_BATCH:
+            if value is not None and value > MOST_SAMPLES:
                 raise InvalidInput(
-                    f"{name.replace('_', '-')}: {value} given; at most {_LARGEST_BATCH} samples are planned"
+                    f"{name.replace('_', '-')}: {value} given; at most {MOST_SAMPLES} samples are planned"
                 )
         if not self.batches:
             raise InvalidInput(

@@ -179,7 +179,10 @@ class Certificate:
     @property
     def proven(self) -> str:
         """What is proven, in words."""
-        return "proven optimal" if self.gap == 0 else f"not proven optimal: within {self.gap:.2%} of the best plan"
+        if self.gap == 0:
+            return "proven optimal"
+        near = f"within {self.gap:.2%} of the best plan" if self.gap < 1 else "it may be far from the best plan"
+        return f"not proven optimal: {near}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from galvatron.planner.cost import NEVER, Integers
+from galvatron.planner.cost import NEVER, Integers, held_bytes
 from galvatron.planner.search.combination import Combination
-from galvatron.planner.search.peaks import Steps, Sums, held_bytes, useful_thetas
+from galvatron.planner.search.peaks import Steps, Sums, held_by, useful_thetas
 
 __all__ = ["LeastMemory"]
 
@@ -110,17 +110,17 @@ class LeastMemory:
         paid = self._costs.resplit(self._micro_batch, split)
         steps, late = [], []
         for kind, lean in enumerate(self._lean):
-            memory, transient = held_bytes(lean, in_flight_count), lean.transient_bytes
+            memory, transient = held_by(lean, in_flight_count), lean.transient_bytes
             steps.append(Steps.of(memory, transient))
             late.append(
                 Steps.of(
-                    memory + in_flight_count * paid.activation_bytes[kind, lean.strategy],
+                    held_bytes(memory, paid.activation_bytes[kind, lean.strategy], in_flight_count),
                     transient + paid.transient_bytes[kind, lean.strategy],
                 )
             )
         lean = self._lean[owner]
         held = self._costs.split_of[owner, lean.strategy] == split
-        own = Steps.of(held_bytes(lean, in_flight_count)[held], lean.transient_bytes[held])
+        own = Steps.of(held_by(lean, in_flight_count)[held], lean.transient_bytes[held])
         thetas = useful_thetas([*steps, *late, own])
         before, after = (Sums.over(each, thetas, self._kinds).up_to for each in (steps, late))
         return _OwnedSums(thetas, before, own.least(thetas), after)

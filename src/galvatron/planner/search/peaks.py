@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.planner.cost import NEVER, Integers
+from galvatron.planner.cost import NEVER, Integers, held_bytes
 from galvatron.planner.search.candidates import Lean
 
-__all__ = ["Steps", "Sums", "held_bytes", "useful_thetas"]
+__all__ = ["Steps", "Sums", "held_by", "useful_thetas"]
 
 
-def held_bytes(lean: Lean, in_flight_count: int) -> Integers:
-    """With so many micro-batches in flight."""
-    memory: Integers = lean.state_bytes + in_flight_count * lean.activation_bytes
-    return memory
+def held_by(lean: Lean, in_flight_count: int) -> Integers:
+    """Memory of each, with so many micro-batches in flight."""
+    return held_bytes(lean.state_bytes, lean.activation_bytes, in_flight_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Sums:
     @classmethod
     def of(cls, leans: Sequence[Lean], in_flight_count: int, kinds: Integers) -> Sums:
         """Of layers of these kinds, by what each kind may take."""
-        steps = [Steps.of(held_bytes(lean, in_flight_count), lean.transient_bytes) for lean in leans]
+        steps = [Steps.of(held_by(lean, in_flight_count), lean.transient_bytes) for lean in leans]
         return cls.over(steps, useful_thetas(steps), kinds)
 
     @classmethod
