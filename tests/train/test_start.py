@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from galvatron.core.errors import RankFailure
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import Setup
-from galvatron.train import start
+from galvatron.train import launch, start
 from galvatron.train.checkpoints.folder import complete
 from galvatron.train.checkpoints.manifest import MANIFEST
 from galvatron.train.launch import _ended, _signals_passed_on
@@ -216,7 +216,9 @@ def test_what_nohup_has_ignored_stays_ignored(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
-def test_a_process_that_starts_after_a_request_to_stop_is_told_of_it() -> None:
+def test_a_process_that_starts_after_a_request_to_stop_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    children, others = launch._children, set(launch._children())  # ranks of other tests
+    monkeypatch.setattr(launch, "_children", lambda: [child for child in children() if child not in others])
     with _signals_passed_on() as request:
         os.kill(os.getpid(), signal.SIGINT)
         with subprocess.Popen(["sleep", "60"]) as child:
