@@ -21,8 +21,10 @@ from galvatron.cli import (
     doctor,
     explain,
     export,
+    export_plan,
     models,
     plan,
+    price,
     profile,
     rehearse,
     strategies,
@@ -43,7 +45,7 @@ app = typer.Typer(
 _LONGEST_NAME = 200
 """Of a file, as an error shows it."""
 _PANELS = {
-    "Plan": (plan, explain, compare, strategies),
+    "Plan": (plan, explain, compare, strategies, export_plan, price),
     "Train": (train, checkpoints, export),
     "Try out": (check, rehearse, doctor),
     "What is known": (models, clusters),
@@ -51,7 +53,7 @@ _PANELS = {
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         _epilog = "\n\n".join(getattr(_verb, "EXAMPLES", ()))
-        _name = _verb.__name__.rpartition(".")[2]
+        _name = _verb.__name__.rpartition(".")[2].replace("_", "-")
         app.command(_name, rich_help_panel=_panel, epilog=_epilog or None)(_verb.command)
 app.add_typer(profile.app, name="profile", rich_help_panel="Plan")
 
