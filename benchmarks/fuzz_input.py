@@ -75,7 +75,7 @@ _OPTIONS = {
     "--optimizer": "sgd", "--profile": "titan-rtx-bert-huge", "--node-link": "200Gb", "--pipeline": "2", "--lora": "8",
     "--lora-alpha": "16", "--lora-targets": "all-linear", "--freeze": "embeddings", "--train-only": "head",
     "--pin": "encoder=dp4", "--forbid": "tp", "--tokens": "1e9", "--price": "2", "--top": "2", "--by": "speed",
-    "--expert-imbalance": "1.2", "--output": "out.json",
+    "--expert-imbalance": "1.2", "--output": "out.json", "--time-limit": "1",
 }  # fmt: skip
 _BUILDING = ("--freeze", "--train-only", "--lora")
 _FLAGS = ("--json", "--paper", "--recompute", "--no-recompute", "--zero2", "--dropout", "--compile", "--fewest-devices")

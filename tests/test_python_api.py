@@ -135,6 +135,8 @@ def _set(content: dict[str, Any], path: str, value: Any) -> None:
         ("certificate.gap", 0.5),
         ("certificate.combinations", -1),
         ("certificate.solved", -3),
+        ("certificate.opened", 10**12),
+        ("certificate.solved", 10**12),
         ("memory_budget_bytes", 2**60),
         ("profile.times.0.backward_ratio", -2.0),
         ("profile.memory.0.activation_bytes", -5),

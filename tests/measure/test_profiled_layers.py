@@ -152,7 +152,7 @@ def test_layers_that_do_not_fit_together_are_measured_one_after_the_other() -> N
         if probe.variant.layer == "head":
             held = probe.samples * (logits.split_activation_bytes + logits.transient_bytes) / probe.variant.tp
             assert held <= 0.25 * 16e9 or probe.samples <= 2
-    assert len(groups_of(probes, model, replace(cluster, device=replace(cluster.device, memory_bytes=10**13)))) == 1
+    assert len(groups_of(probes, model, replace(cluster, device=replace(cluster.device, memory_bytes=8 * 10**12)))) == 1
 
 
 def test_processes_that_share_cores_measure_at_once(stand_in: list[LayerJob]) -> None:

@@ -174,6 +174,11 @@ def _check_numbers(plan: PlanRecord) -> None:
         for name in ("combinations", "opened", "solved", "stages_solved"):
             if getattr(certificate, name) < 0:
                 raise InvalidInput(f"certificate.{name}: {getattr(certificate, name)} given; expected at least 0")
+        if not certificate.combinations >= certificate.opened >= certificate.solved:
+            raise InvalidInput(
+                f"certificate: {certificate.combinations} combinations, {certificate.opened} opened and "
+                f"{certificate.solved} solved given; expected each to be at most the one before"
+            )
     if not 0 < plan.memory_budget_bytes <= plan.cluster.facts.device.memory_bytes:
         raise InvalidInput(
             f"memory_budget_bytes: {plan.memory_budget_bytes} given; expected above 0 and at most the device's "
