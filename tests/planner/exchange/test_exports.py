@@ -192,7 +192,7 @@ def test_the_best_that_a_system_can_run_is_the_best_of_all(name: str, devices: i
         target = replace(target, partial=False, shardings=frozenset(Sharding) - {Sharding.OPTIMIZER})
     every = [plan for plan, _ in _expressible(request, target)]
     needs = sorted(map(_needed, every))
-    for budget in (needs[len(needs) // 8], needs[-1]):
+    for budget in (needs[0], needs[len(needs) // 8], needs[-1]):
         tight = replace(request, memory_bytes=budget)
         best = max(plan.throughput for plan in every if _needed(plan) <= budget)
         found = best_for(tight, target).plan
@@ -200,6 +200,16 @@ def test_the_best_that_a_system_can_run_is_the_best_of_all(name: str, devices: i
         assert found.memory_bytes <= budget
     with pytest.raises(Infeasible, match=f"that {target.title} can run fits llama-tiny"):
         best_for(replace(request, memory_bytes=needs[0] - 1), target)
+
+
+def test_sequence_parallelism_is_used_where_a_system_has_it() -> None:
+    """Of eight-way TP alone, which has room for one micro-batch only so."""
+    speeds = {}
+    for target in ("megatron", "torchtitan", "automodel", "deepspeed", "accelerate"):
+        export = exported("tensor", target)
+        assert export.layout.sequence_parallel == target_named(target).sequence_parallel
+        speeds[target] = export.plan.throughput
+    assert speeds["megatron"] > speeds["deepspeed"]
 
 
 def test_as_few_blocks_as_fit_are_recomputed() -> None:

@@ -192,6 +192,38 @@ def test_interleaved_order_is_what_its_formulas_say(chunks: int, stages: int, mi
         assert set(seen.values()) == {2}
         assert len(seen) == micro_batches * chunks
         assert schedule.in_flight(stage, stages, micro_batches) == -(-peak // chunks)
+        ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1  # Megatron's, and the pass that backward follows
+        assert peak == min(ahead, micro_batches * chunks)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 4), (8, 16, 3)])
+def test_an_interleaved_pipeline_takes_what_is_priced(stages: int, micro_batches: int, chunks: int) -> None:
+    """Every stage runs its passes in order as soon as what they need is there; forward takes 1, backward 2. The whole
+    takes all passes of a stage and a bubble of 1/v of 1F1B's."""
+    schedule = interleaved(chunks)
+    left = [list(schedule.actions(stage, stages, micro_batches)) for stage in range(stages)]
+    clock, done = [0] * stages, {}  # type: ignore[var-annotated]
+    while any(left):
+        moved = False
+        for stage in range(stages):
+            if not left[stage]:
+                continue
+            action = left[stage][0]
+            forward = action.kind is Pass.FORWARD
+            place = action.chunk * stages + stage + (-1 if forward else 1)
+            if 0 <= place < stages * chunks:
+                ready = done.get((action.kind, action.micro_batch, place))
+            else:  # the first forward needs nothing, the first backward its forward
+                ready = 0 if forward else done.get((Pass.FORWARD, action.micro_batch, stages * chunks - 1))
+            if ready is None:
+                continue
+            clock[stage] = max(clock[stage], ready) + (1 if forward else 2)
+            done[action.kind, action.micro_batch, action.chunk * stages + stage] = clock[stage]
+            left[stage].pop(0)
+            moved = True
+        assert moved, "the stages wait for each other"
+    stage_time = 3 * chunks
+    assert max(clock) == micro_batches * stage_time + schedule.bubble * (stages - 1) * stage_time
 
 
 def test_a_distributed_optimizer_by_hand() -> None:
