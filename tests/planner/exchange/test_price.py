@@ -15,10 +15,11 @@ from exchange_plans import PLANS, exported
 from galvatron import cli
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Pass, Strategy
-from galvatron.planner.cost import DISTRIBUTED_OPTIMIZER, GALVATRON, CostModel
+from galvatron.planner.cost import DISTRIBUTED_OPTIMIZER, GALVATRON, Conventions, CostModel, LayerCosts, Tables
 from galvatron.planner.exchange.from_megatron import megatron_setup, read_megatron
 from galvatron.planner.exchange.interleaved import interleaved
 from galvatron.planner.exchange.pricing import SOURCES, price_layout, source_named
+from galvatron.planner.exchange.reading import Reading
 from galvatron.planner.exchange.uniform import Recompute, Sharding
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
@@ -34,7 +35,7 @@ def _request(flags: str, devices: int = 8) -> Request:
     return request_for(_MODEL, f"a100:{devices}", megatron_setup(flags, devices))
 
 
-def _read(flags: str, devices: int = 8):  # type: ignore[no-untyped-def]
+def _read(flags: str, devices: int = 8) -> Reading:
     return read_megatron(flags, _request(flags, devices).model, devices)
 
 
@@ -234,7 +235,7 @@ def test_a_distributed_optimizer_by_hand() -> None:
     strategy = (Strategy.parse("dp4+zero2"),)
     parameters = model.layers[0].parameters
 
-    def tables(conventions, micro_batches):  # type: ignore[no-untyped-def]
+    def tables(conventions: Conventions, micro_batches: int) -> tuple[Tables, LayerCosts]:
         cost = CostModel(model=model, cluster=request.cluster, conventions=conventions).stage(strategy, 1)
         many = np.array([micro_batches])
         return cost.tables(np.array([4]), many), cost.layer_costs(np.array([4]))
