@@ -16,8 +16,9 @@ from galvatron.core.errors import Infeasible, InvalidInput
 from galvatron.core.spec import Kind, Strategy
 from galvatron.planner.exchange.best import best_for, conventions_of
 from galvatron.planner.exchange.export import TARGETS, export_plan, target_named
+from galvatron.planner.exchange.pricing import SOURCES, source_named
 from galvatron.planner.exchange.target import Target, refusal
-from galvatron.planner.exchange.uniform import Inexpressible, Sharding, stages_of, uniform_of
+from galvatron.planner.exchange.uniform import Inexpressible, Recompute, Sharding, stages_of, uniform_of
 from galvatron.planner.exchange.yaml_text import yaml_text
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.explain import request_of
@@ -97,6 +98,22 @@ def test_degrees_multiply_to_the_devices(name: str, target: str) -> None:
     degrees = {strategy.degree(Kind.TP) for stage in plan.stages for strategy in stage.strategies}
     assert degrees == {said.tensor}
     assert bool(export.why_not) == (plan != export.asked)
+
+
+@pytest.mark.parametrize("system", [source.target.name for source in SOURCES])
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_exported_is_read_back(name: str, system: str) -> None:
+    if name == "pipeline" and system == "deepspeed":
+        return  # it has none
+    export, source = exported(name, system), source_named(system)
+    model, devices = export.plan.model.spec(), export.plan.cluster.devices
+    reading = source.read(export.text, model, devices)
+    said = export.layout if system != "deepspeed" else replace(export.layout, recompute=Recompute.NONE)
+    assert reading.layout == said
+    assert not reading.unknown
+    setup = source.setup(export.text, devices)
+    assert setup.get("batch") == export.plan.batch
+    assert setup.get("precision") == export.plan.model.training.precision
 
 
 def _by_hand(stages: list[list[str]], micro_batches: int = 4, **setup: object) -> Plan:
@@ -186,7 +203,7 @@ def _needed(plan: Plan) -> int:
 @pytest.mark.parametrize("name", ["megatron", "accelerate"])
 def test_the_best_that_a_system_can_run_is_the_best_of_all(name: str, devices: int) -> None:
     """Brute force over every strategy, cut and number of micro-batches, under a budget that is tight."""
-    request = request_for("llama-tiny", f"h100:{devices}", Setup(batch=8, compile=False, fused_loss=False))
+    request = request_for("llama-tiny", f"h100:{devices}", Setup(batch=4, compile=False, fused_loss=False))
     target = target_named(name)
     if name == "megatron":  # a distributed optimizer is not among our strategies
         target = replace(target, partial=False, shardings=frozenset(Sharding) - {Sharding.OPTIMIZER})
