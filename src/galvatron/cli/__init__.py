@@ -5,6 +5,7 @@ Heavy imports (numpy, rich, pydantic) happen inside the verbs, so that ``galvatr
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -29,7 +30,7 @@ from galvatron.cli import (
     strategies,
     train,
 )
-from galvatron.core.errors import GalvatronError
+from galvatron.core.errors import GalvatronError, InvalidInput
 
 __all__ = ["app", "main"]
 
@@ -41,6 +42,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_LONGEST_NAME = 200
+"""Of a file, as an error shows it."""
 _PANELS = {
     "Plan": (plan, explain, compare, strategies, export_plan, price),
     "Train": (train, checkpoints, export),
@@ -72,6 +75,9 @@ def _options(
 
 def main() -> None:
     """Run a command; an error meant for users is printed without a traceback, with its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
         app(prog_name="galvatron")
     except GalvatronError as error:
@@ -80,3 +86,23 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except UnicodeEncodeError as error:
+        print(f"error: {error.object!r:.200}: is not UTF-8, so it cannot be written; rename it", file=sys.stderr)  # noqa: T201
+        sys.exit(InvalidInput.exit_status)
+    except OSError as error:
+        print(f"error: {_about_files(error)}", file=sys.stderr)  # noqa: T201
+        sys.exit(InvalidInput.exit_status)
+
+
+def _about_files(error: OSError) -> str:
+    """What the system says of a file or folder, which is seldom a defect of ours."""
+    said = error.strerror or str(error)
+    if error.filename is not None:
+        name = str(error.filename)
+        short = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}… ({len(name)} characters)"
+        return f"{short}: {said}; check the name and its permissions"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder was deleted; go to another one"
+    return f"{type(error).__name__}: {said}"

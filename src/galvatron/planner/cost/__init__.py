@@ -11,7 +11,7 @@ from galvatron.planner.cost.conventions import (
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.model import CostModel, StageCosts
 from galvatron.planner.cost.pipeline import Pace, iteration_ns
-from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables
+from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables, held_bytes
 from galvatron.planner.cost.tied import Resplit
 
 __all__ = [
@@ -31,5 +31,6 @@ __all__ = [
     "Resplit",
     "StageCosts",
     "Tables",
+    "held_bytes",
     "iteration_ns",
 ]
