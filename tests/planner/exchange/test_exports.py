@@ -128,6 +128,7 @@ REFUSED = [
     ([["dp4", "dp4+rs", "dp4+rc", "dp4"]], "megatron", r"layer 2 \(decoder\) recomputes all, layer 1 all but matrix"),
     ([["dp4+rc", "dp4", "dp4", "dp4"]], "megatron", r"layer 0 \(embedding\) of stage 0 has strategy 'dp4\+rc'"),
     ([["dp4", "dp4", "dp4", "dp4+fl"]], "megatron", r"layer 3 \(head\) has strategy 'dp4\+fl': .* no loss in chunks"),
+    ([["ring4"] * 4], "megatron", "no layout of other systems is known with ring"),
     ([["dp2-sdp2"] * 4], "megatron", "no option for 2 replicas of 2 shards"),
     ([["dp2+zero2"] * 2] * 2, "megatron", "Megatron-FSDP, which goes with TP and EP but not with a pipeline"),
     ([["dp2+zero2", "dp2+zero2"], ["dp2+zero2", "dp2+fl+zero2"]], "torchtitan", "whole in pipeline stages until"),
