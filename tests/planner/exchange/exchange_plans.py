@@ -67,12 +67,12 @@ tensor_parallel = { heads = 16 }
 PLANS: dict[str, tuple[dict[str, Any] | str, str, Setup]] = {
     "one device": (_LLAMA, "h100:1", Setup(batch=8)),
     "all fits": (_LLAMA, "h100:4", Setup(batch=32)),
-    "little memory": (_LLAMA, "rtx4090:4", Setup(batch=16, memory="12GiB")),
-    "slow links": (_LLAMA, "l4:4", Setup(batch=32, memory="16GiB")),
+    "little memory": (_LLAMA, "rtx4090:4", Setup(batch=16, memory="12GiB", sequence_parallel=False)),
+    "slow links": (_LLAMA, "l4:4", Setup(batch=32, memory="16GiB", forbid="tp")),
     "two nodes": (_LLAMA, "a100:2x2", Setup(batch=16, memory="20GiB")),
     "pipeline": (_LARGE, "rtx4090:8", Setup(batch=64, pipeline=4)),
     "tensor": (_LARGE, "a100:8", Setup(batch=16, forbid="dp,sdp", pipeline=1)),
-    "experts": (_EXPERTS, "a100:4", Setup(batch=16, memory="24GiB", pipeline=1)),
+    "experts": (_EXPERTS, "a100:4", Setup(batch=16, memory="24GiB", pipeline=1, sequence_parallel=False)),
 }
 """Model, cluster and setup of each."""
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from exchange_plans import PLANS, exported
 
-from galvatron.core.spec import Kind
+from galvatron.core.spec import Kind, Pass
 from galvatron.planner.exchange.export import Export
+from galvatron.planner.exchange.interleaved import interleaved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's packages
 EACH_PLAN = pytest.mark.parametrize("name", PLANS)
@@ -93,6 +94,28 @@ def test_megatron_core(name: str) -> None:
         rest = plan.cluster.devices // (pipeline * expert * inside)
         experts = RankGenerator(tp=inside, ep=expert, dp=rest, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
         _same_groups(export, experts.get_ranks("ep"), Kind.EP)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 2, 2), (4, 8, 3), (8, 16, 4)])
+def test_megatrons_interleaved_schedule(
+    stages: int, micro_batches: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours has the passes ahead and the order of Megatron's own functions."""
+    schedules = pytest.importorskip(
+        "megatron.core.pipeline_parallel.schedules", reason="megatron-core is not installed"
+    )
+    state = schedules.parallel_state
+    monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: stages)
+    monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: chunks)
+    table = schedules.get_schedule_table(micro_batches, chunks, stages)
+    for stage in range(stages):
+        monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        _, _, ahead, _ = schedules.get_pp_rank_microbatches(micro_batches, chunks, stages)
+        actions = interleaved(chunks).actions(stage, stages, micro_batches)
+        forward = [action for action in actions if action.kind is Pass.FORWARD]
+        assert [(action.micro_batch, action.chunk) for action in forward] == table
+        first = next(place for place, action in enumerate(actions) if action.kind is Pass.BACKWARD)
+        assert first == min(ahead + 1, micro_batches * chunks)
 
 
 def _same_groups(export: Export, groups: list[list[int]], kind: Kind) -> None:

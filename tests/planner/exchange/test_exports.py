@@ -16,8 +16,9 @@ from galvatron.core.errors import Infeasible, InvalidInput
 from galvatron.core.spec import Kind, Strategy
 from galvatron.planner.exchange.best import best_for, conventions_of
 from galvatron.planner.exchange.export import TARGETS, export_plan, target_named
+from galvatron.planner.exchange.pricing import SOURCES, source_named
 from galvatron.planner.exchange.target import Target, refusal
-from galvatron.planner.exchange.uniform import Inexpressible, Sharding, stages_of, uniform_of
+from galvatron.planner.exchange.uniform import Inexpressible, Recompute, Sharding, stages_of, uniform_of
 from galvatron.planner.exchange.yaml_text import yaml_text
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.explain import request_of
@@ -99,6 +100,22 @@ def test_degrees_multiply_to_the_devices(name: str, target: str) -> None:
     assert bool(export.why_not) == (plan != export.asked)
 
 
+@pytest.mark.parametrize("system", [source.target.name for source in SOURCES])
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_exported_is_read_back(name: str, system: str) -> None:
+    if name == "pipeline" and system == "deepspeed":
+        return  # it has none
+    export, source = exported(name, system), source_named(system)
+    model, devices = export.plan.model.spec(), export.plan.cluster.devices
+    reading = source.read(export.text, model, devices)
+    said = export.layout if system != "deepspeed" else replace(export.layout, recompute=Recompute.NONE)
+    assert reading.layout == said
+    assert not reading.unknown
+    setup = source.setup(export.text, devices)
+    assert setup.get("batch") == export.plan.batch
+    assert setup.get("precision") == export.plan.model.training.precision
+
+
 def _by_hand(stages: list[list[str]], micro_batches: int = 4, **setup: object) -> Plan:
     asked: Setup = {"batch": 16, **setup}  # type: ignore[typeddict-item]
     return priced(request_for("llama-tiny", "h100:4", asked), stages, micro_batches=micro_batches)
@@ -111,6 +128,7 @@ REFUSED = [
     ([["dp4", "dp4+rs", "dp4+rc", "dp4"]], "megatron", r"layer 2 \(decoder\) recomputes all, layer 1 all but matrix"),
     ([["dp4+rc", "dp4", "dp4", "dp4"]], "megatron", r"layer 0 \(embedding\) of stage 0 has strategy 'dp4\+rc'"),
     ([["dp4", "dp4", "dp4", "dp4+fl"]], "megatron", r"layer 3 \(head\) has strategy 'dp4\+fl': .* no loss in chunks"),
+    ([["ring4"] * 4], "megatron", "no layout of other systems is known with ring"),
     ([["dp2-sdp2"] * 4], "megatron", "no option for 2 replicas of 2 shards"),
     ([["dp2+zero2"] * 2] * 2, "megatron", "Megatron-FSDP, which goes with TP and EP but not with a pipeline"),
     ([["dp2+zero2", "dp2+zero2"], ["dp2+zero2", "dp2+fl+zero2"]], "torchtitan", "whole in pipeline stages until"),
@@ -186,13 +204,13 @@ def _needed(plan: Plan) -> int:
 @pytest.mark.parametrize("name", ["megatron", "accelerate"])
 def test_the_best_that_a_system_can_run_is_the_best_of_all(name: str, devices: int) -> None:
     """Brute force over every strategy, cut and number of micro-batches, under a budget that is tight."""
-    request = request_for("llama-tiny", f"h100:{devices}", Setup(batch=8, compile=False, fused_loss=False))
+    request = request_for("llama-tiny", f"h100:{devices}", Setup(batch=4, compile=False, fused_loss=False))
     target = target_named(name)
     if name == "megatron":  # a distributed optimizer is not among our strategies
         target = replace(target, partial=False, shardings=frozenset(Sharding) - {Sharding.OPTIMIZER})
     every = [plan for plan, _ in _expressible(request, target)]
     needs = sorted(map(_needed, every))
-    for budget in (needs[len(needs) // 8], needs[-1]):
+    for budget in (needs[0], needs[len(needs) // 8], needs[-1]):
         tight = replace(request, memory_bytes=budget)
         best = max(plan.throughput for plan in every if _needed(plan) <= budget)
         found = best_for(tight, target).plan
@@ -200,6 +218,16 @@ def test_the_best_that_a_system_can_run_is_the_best_of_all(name: str, devices: i
         assert found.memory_bytes <= budget
     with pytest.raises(Infeasible, match=f"that {target.title} can run fits llama-tiny"):
         best_for(replace(request, memory_bytes=needs[0] - 1), target)
+
+
+def test_sequence_parallelism_is_used_where_a_system_has_it() -> None:
+    """Of eight-way TP alone, which has room for one micro-batch only so."""
+    speeds = {}
+    for target in ("megatron", "torchtitan", "automodel", "deepspeed", "accelerate"):
+        export = exported("tensor", target)
+        assert export.layout.sequence_parallel == target_named(target).sequence_parallel
+        speeds[target] = export.plan.throughput
+    assert speeds["megatron"] > speeds["deepspeed"]
 
 
 def test_as_few_blocks_as_fit_are_recomputed() -> None:

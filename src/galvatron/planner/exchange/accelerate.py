@@ -19,7 +19,6 @@ def config_of(layout: Uniform, model: ModelSpec) -> dict[str, Any]:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if sharded else "MULTI_GPU" if layout.devices > 1 else "NO",
         "mixed_precision": "bf16" if model.training.precision is Precision.BF16 else "no",
-        "num_machines": 1,
         "num_processes": layout.devices,
     }
     if sharded:
@@ -54,7 +53,9 @@ def _more(layout: Uniform, model: ModelSpec) -> str | None:
 
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     sharded = layout.data > 1 and layout.sharding is not Sharding.NONE
-    notes = [f"give the data loader {layout.micro_batch} samples a device, which the file does not say"]
+    notes = ["say num_machines, machine_rank and main_process_ip too where there are several machines"]
+    notes = notes if layout.devices > 1 else []
+    notes.append(f"give the data loader {layout.micro_batch} samples a device, which the file does not say")
     if layout.micro_batches > 1:
         notes.append(f"pass --gradient_accumulation_steps {layout.micro_batches} to accelerate launch")
     if sharded and layout.micro_batches > 1:

@@ -83,6 +83,6 @@ def _expressed(plan: Plan, target: Target, model: ModelSpec) -> tuple[Uniform | 
     reason = refusal(target, layout, model)
     if reason is None:
         return layout, ""
-    index = len(model.layers) - 1 if layout.fused_loss != target.fused_loss else 1
+    index = len(model.layers) - 1 if "loss" in reason else 1  # of blocks the first stands for all
     strategy = [each for stage in plan.stages for each in stage.layers][index].strategy
     return None, f"layer {index} ({model.layers[index].name}) has strategy {strategy!r}: {target.title} {reason}"

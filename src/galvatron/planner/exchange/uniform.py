@@ -207,6 +207,12 @@ def check_shape(model: ModelSpec) -> None:
 def _check_axes(strategy: Strategy, index: int, model: ModelSpec) -> None:
     """Only kinds and orders of axes that other systems have: replicas over shards over tensor parallelism."""
     order = [axis.kind for axis in strategy.axes]
+    strange = [kind for kind in order if kind not in (Kind.DP, Kind.SDP, Kind.TP)]
+    if strange:
+        raise Inexpressible(
+            f"layer {index} ({model.layers[index].name}) has strategy {str(strategy)!r}: no layout of other systems is "
+            f"known with {strange[0]}"
+        )
     if order != [kind for kind in (Kind.DP, Kind.SDP, Kind.TP) if kind in order]:
         raise Inexpressible(
             f"layer {index} ({model.layers[index].name}) has strategy {str(strategy)!r}, whose axes are not DP over "
