@@ -217,7 +217,7 @@ class ModelSpec:
                 raise InvalidInput(f"model {self.name!r}: two different layers are both named {layer.name!r}")
 
     def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
-        """Whether a strategy can run a kind of layer.
+        """Whether a strategy can run a kind of layer. Only the strategy's traits matter.
 
         TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
         split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
