@@ -14,7 +14,8 @@ hypothesis.settings.load_profile("any machine")
 
 _HERE = Path(__file__).parent
 _ORACLES = (
-    "planner/search", "planner/cost", "planner/pages", "families", "runtime", "runtime/context", "measure",
+    "planner/search", "planner/cost", "planner/exchange", "planner/pages", "families", "runtime", "runtime/context",
+    "measure",
     "measure/rehearsal", "train", "train/checkpoints", "core/files", "benchmarks",
 )  # fmt: skip
 for folder in (

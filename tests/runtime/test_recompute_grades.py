@@ -77,6 +77,8 @@ def _blocks(grade: str) -> list[str]:
         *(longer(_case("gpt2", _blocks(grade))) for grade in GRADES),
         *(longer(_case("bert", _blocks(grade), padding=True)) for grade in GRADES),
         longer(_case("llama", ["sdp2", "dp2+zero2+rs", "tp2+ra", "sdp2"], schedule="gpipe", micro_batches=2)),
+        longer(_case("llama", ["ring2", "ring2+host", "ulysses2+host", "dp2"], micro_batches=2)),
+        *(longer(_case("gpt2", ["dp2", f"ring2+{own}", f"ulysses2+{own}", "ring2"])) for own in GRADES),
     ],
     ids=lambda case: f"{case.config['model_type']}: {case.stages}",
 )

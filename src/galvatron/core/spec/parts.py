@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from galvatron.core.errors import OutOfRange
+from galvatron.core.spec.figures import check_figures
 from galvatron.core.spec.strategy import Kind, Strategy
 
 __all__ = ["Context", "Experts", "FusedLoss", "Kept", "TensorParallel"]
@@ -24,6 +26,13 @@ class TensorParallel:
     sequence_divides: tuple[int, ...] = ()
     """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
     divide each of them. Empty: it cannot be divided."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, "tensor_parallel")
+        for name in ("divides", "sequence_divides"):
+            wrong = [count for count in getattr(self, name) if not 1 <= count < 2**63]
+            if wrong:
+                raise OutOfRange(f"tensor_parallel: {name} holds {wrong[0]}; expected numbers from 1 to {2**63 - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +58,9 @@ class Context:
     """Queries of one sample, and as much the result of attention."""
     key_value_bytes: int = 0
     """Keys and values of one sample together."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, "context")
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether heads and tokens divide. TP divides heads before Ulysses does; a ring needs two chunks a rank."""

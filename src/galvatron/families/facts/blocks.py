@@ -306,8 +306,6 @@ def class_head(tokens: int, hidden: int, labels: int, training: Training, *, poo
 def token_count(training: Training, longest: int, *, model: str, learned_positions: bool) -> int:
     """Tokens a sample: what training asks for, else the model's own maximum up to what people train with."""
     tokens = min(longest, DEFAULT_LONGEST) if training.sequence_length is None else training.sequence_length
-    if tokens < 1:
-        raise InvalidInput(f"{model}: sequence length {tokens} is not possible; it must be at least 1")
     if learned_positions and tokens > longest:
         raise InvalidInput(
             f"{model}: sequence length {tokens} is too long: the model has {longest} learned positions; "

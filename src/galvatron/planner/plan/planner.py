@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
@@ -10,6 +11,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
 from galvatron.planner.cost import (
     GALVATRON,
@@ -34,7 +36,7 @@ from galvatron.planner.plan.record import (
     SpaceFacts,
     TimeUse,
 )
-from galvatron.planner.search import CutRule, Optimum, Problem, search
+from galvatron.planner.search import CutRule, Optimum, Problem, Tell, Watch, search
 from galvatron.planner.space import Space, Switches, default_switches, space_named
 
 __all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
@@ -45,7 +47,6 @@ _TOKENS_PER_DEVICE = 1 << 17
 _TOKENS = 1 << 22
 """Most tokens of a batch searched by default, for each device and in all: language models are trained with a few
 million tokens a step at most (Llama 2: 4M), and with less on few devices, where a step would take a minute."""
-_LARGEST_BATCH = 1 << 22
 _MOST_BATCHES = 4096
 
 
@@ -71,6 +72,8 @@ class Request:
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
     max_micro_batches: int | None = None
+    time_limit_s: float | None = None
+    """After which the best plan so far must do; None: until it is proven."""
     limits: Limits | None = None
     """What else is ruled out of the space; None: nothing."""
 
@@ -83,9 +86,9 @@ class Request:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
         for name in ("batch", "max_batch", "batch_step"):
             value = getattr(self, name)
-            if value is not None and value > _LARGEST_BATCH:
+            if value is not None and value > MOST_SAMPLES:
                 raise InvalidInput(
-                    f"{name.replace('_', '-')}: {value} given; at most {_LARGEST_BATCH} samples are planned"
+                    f"{name.replace('_', '-')}: {value} given; at most {MOST_SAMPLES} samples are planned"
                 )
         if not self.batches:
             raise InvalidInput(
@@ -104,6 +107,8 @@ class Request:
                 f"memory: {self.budget_bytes} bytes given, but a {self.cluster.device.name} has only "
                 f"{self.cluster.device.memory_bytes}; give at most that"
             )
+        if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
+            raise InvalidInput(f"time-limit: {self.time_limit_s:g} given; expected seconds, more than 0")
         if self.budget_bytes <= 0:
             raise InvalidInput("memory: the budget must be positive")
         self._pins()
@@ -179,9 +184,12 @@ def default_batch_step(devices: int) -> int:
     return devices if devices > 16 else 8
 
 
-def try_plan(request: Request) -> Plan | None:
-    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would."""
-    optimum = search(request.problem())
+def try_plan(request: Request, tell: Tell | None = None) -> Plan | None:
+    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would.
+
+    ``tell`` hears of a search that takes more than a second.
+    """
+    optimum = search(replace(request.problem(), watch=Watch(request.time_limit_s, tell)))
     if optimum is None:
         return None
     decisions = Decisions(batch=optimum.batch, micro_batches=optimum.micro_batches, stages=optimum.strategies)

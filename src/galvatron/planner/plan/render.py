@@ -57,16 +57,17 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{_plural(plan.pipeline_degree, 'stage')} ({plan.schedule})\n"
         f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}{_margin(plan)}"
     )
-    proof = plan.certificate
-    certificate = Text(
-        "written by hand: nothing is proven about it"
-        if proof is None
-        else f"proven {'optimal' if proof.gap == 0 else f'within {proof.gap:.2%} of the optimum'} in the "
-        f"{plan.space.name!r} space{_rules(plan)}; {proof.combinations - proof.solved} configurations ruled out, "
-        f"{proof.solved} solved exactly",
-        style="dim",
-    )
+    certificate = Text(_certificate(plan), style="dim")
     return Group(title, numbers, _strips(plan), _legend(plan), certificate, *_notes(plan))
+
+
+def _certificate(plan: Plan) -> str:
+    proof = plan.certificate
+    if proof is None:
+        return "written by hand: nothing is proven about it"
+    left = proof.combinations - proof.solved
+    others = f"{left} configurations {'ruled out' if proof.gap == 0 else 'only bounded'}"
+    return f"{proof.proven} in the {plan.space.name!r} space{_rules(plan)}; {others}, {proof.solved} solved exactly"
 
 
 def _tokens_per_s(plan: Plan) -> str:

@@ -43,7 +43,7 @@ from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "cluster_for", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
@@ -73,7 +73,7 @@ def request_for(
     if paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
-    cluster = _cluster(cluster, setup)
+    cluster = cluster_for(cluster, setup)
     if setup.get("offload") and not cluster.device.offloads:
         raise InvalidInput(
             f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
@@ -108,6 +108,7 @@ def request_for(
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
         max_batch=setup.get("max_batch"),
+        time_limit_s=setup.get("time_limit"),
         any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
         switches=_switches(setup, model, cluster),
@@ -120,7 +121,7 @@ def request_for(
     )
 
 
-def _cluster(given: str | Path | Cluster, setup: Setup) -> Cluster:
+def cluster_for(given: str | Path | Cluster, setup: Setup) -> Cluster:
     """The cluster asked for. In the paper's setting a preset has no margin for the allocator and no known peak: the
     paper counts what is reserved only."""
     devices, node_link = setup.get("devices"), setup.get("node_link")
