@@ -183,6 +183,12 @@ CASES: Mapping[str, Case] = {
     # Other ways of training
     "gpt2 dropout": _uniform("gpt2", "dp2-tp2", dropout=True),
     "bert bf16": _uniform("narrow", "dp2-tp2", batch=4, precision=Precision.BF16),
+    # Sequences divided over ranks
+    "llama ring4": _uniform("llama", "ring4"),
+    "llama ring2-tp2+sp": _uniform("llama", "ring2-tp2+sp"),
+    "llama sdp2-ulysses2": _uniform("llama", "sdp2-ulysses2"),
+    "llama divided mixed": _blocks("llama", "ring2-ulysses2+zero3", "ring4+zero3", "ulysses4+ra", "dp2-ring2+zero2+rc"),
+    "llama divided graded": _blocks("llama", "ulysses4", "ulysses4+rs", "ring4+ra", "ulysses4+rs", "ulysses4"),
     # One micro-batch: gradients take the place of activations
     "bert tp4 once": _uniform("bert", "tp4", micro_batches=1),
     "gpt2 tp4 once": _uniform("gpt2", "tp4", micro_batches=1),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron.core.spec import Cluster, ModelSpec, Training
+from galvatron.core.spec import Cluster, ModelSpec, Precision, Training
 from galvatron.families import load_cluster, load_model
 from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, variants_of
 from galvatron.planner.space import divisors
@@ -56,3 +56,26 @@ def test_there_are_two_numbers_of_samples_however_slow_or_small_the_device() -> 
 def test_sharded_and_recomputed_layers_have_the_samples_of_plain_ones() -> None:
     probes = set(_probes(load_model("t5-large", Training()), load_cluster("titan-rtx-8")))
     assert {replace(one, variant=replace(one.variant, sharded=False, recompute=False)) for one in probes} <= probes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plain", "fused"),
+    [
+        (8192, {"embedding", "decoder", "head"}, True),
+        (65536, {"embedding", "decoder"}, True),
+        (1 << 20, {"embedding"}, False),
+    ],
+)
+def test_long_samples_that_do_not_fit_are_not_measured(tokens: int, plain: set[str], fused: bool) -> None:
+    """Of 65,536 tokens the logits alone take 34 GB; fused, the head can still be measured. Layers that are missing in
+    a profile are counted."""
+    model = load_model("llama3-8b", Training(sequence_length=tokens, precision=Precision.BF16))
+    cluster = load_cluster("h100-8")
+    probes = _probes(model, cluster)
+    assert {probe.variant.layer for probe in probes if probe.variant.strategy == "single"} == plain
+    kinds = {kind.name: kind for kind in model.kinds}
+    for probe in probes:
+        if tokens > 8192 and not probe.variant.fused_loss:
+            saved = kinds[probe.variant.layer].activation_bytes / probe.variant.tp
+            assert probe.samples * saved <= cluster.device.memory_bytes / 2
+    assert any(probe.variant.fused_loss for probe in probes) == fused

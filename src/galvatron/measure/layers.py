@@ -73,9 +73,15 @@ def profile_model(
         layers=tuple(replace(layer, float8=None) for layer in model.layers),
         training=replace(model.training, optimizer=ADAMW.name, float8=False),
     )
+    probes = probes_of(model, cluster, variants_of(model, degrees, cluster.devices))
+    if not probes:
+        raise InvalidInput(
+            f"model {model.name!r}: two samples of {model.training.sequence_length} tokens do not fit a device in any "
+            "layer, so none can be measured; plan with a cluster file and no profile, which counts them"
+        )
     job = LayerJob(
         model=model,
-        groups=groups_of(probes_of(model, cluster, variants_of(model, degrees, cluster.devices)), model, cluster),
+        groups=groups_of(probes, model, cluster),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
-from galvatron.planner.space import divisors
+from galvatron.planner.space import LONG_SEQUENCE, divisors
 
 __all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "groups_of", "probes_of", "variants_of"]
 
@@ -98,6 +98,8 @@ _LONGEST_S = 2.0
 """Of one forward and backward."""
 _MEMORY_SHARE = 0.25
 """Of a device's memory, for what samples take in a layer."""
+_LONG_SHARE = 0.5
+"""Of a device's memory, for two long samples: more would not leave room for what else there is."""
 _WEIGHTS_SHARE = 0.4
 """Of a device's memory, for the parameters of layers that are measured in turns."""
 _BYTES_OF_A_PARAMETER = 16
@@ -150,11 +152,13 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     """Each way with one sample and with more, as far as time and memory go.
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
-    more of a batch, too.
+    more of a batch, too. Long samples of which a device cannot hold two are not measured: such layers are counted.
     """
     kinds = {kind.name: kind for kind in model.kinds}
     probes = []
     for variant in variants:
+        if _too_long(kinds[variant.layer], variant, model, cluster):
+            continue
         most = _most(kinds[variant.layer], variant, model, cluster)
         counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
         probes += [LayerProbe(variant=variant, samples=count) for count in counts]
@@ -177,6 +181,17 @@ def groups_of(probes: Sequence[LayerProbe], model: ModelSpec, cluster: Cluster) 
             held = _BYTES_OF_A_PARAMETER * parameters
         groups[-1] += [probe for probe in probes if probe.variant == variant]
     return tuple(map(tuple, groups))
+
+
+def _too_long(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> bool:
+    """Whether two samples, which a line needs, take more than a device can be expected to have."""
+    if (model.training.sequence_length or 0) < LONG_SEQUENCE:
+        return False
+    logits = kind.fused_loss.saved_bytes if variant.fused_loss and kind.fused_loss else 0
+    saved = kind.split_activation_bytes - logits + max(kind.transient_bytes - 2 * logits, 0)
+    parts = variant.tp if kind.tensor_parallel is not None else 1
+    two = 2 * (saved / parts + kind.replicated_activation_bytes + kind.boundary_bytes)
+    return two > _LONG_SHARE * cluster.device.memory_bytes
 
 
 def _most(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> int:
