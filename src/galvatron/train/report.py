@@ -106,7 +106,7 @@ def _predicted(plan: Plan, stage: PlannedStage) -> RankTimes:
     """
     use, count = stage.time, plan.micro_batches
     faster = min(1.0, plan.iteration_s / max(count * each.time_s for each in plan.stages))
-    work_s = faster * count * (use.compute_s + use.tp_s + use.ep_s + use.sdp_s + use.layout_s)
+    work_s = faster * count * (use.compute_s + use.tp_s + use.ep_s + use.cp_s + use.sdp_s + use.layout_s)
     rest_s = faster * (use.sync_s + use.optimizer_s)
     waiting_s = max(0.0, plan.iteration_s - work_s - rest_s) if plan.pipeline_degree > 1 else 0.0
     return RankTimes(work_s, waiting_s, 0.0, rest_s, stage.memory_bytes - stage.memory.reserved)

@@ -19,8 +19,8 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput, OutOfRange
 from galvatron.core.spec.figures import MOST_DEVICES, check_figures
-from galvatron.core.spec.model import Precision
-from galvatron.core.spec.strategy import Factor, degree_of
+from galvatron.core.spec.layout import Factor, degree_of
+from galvatron.core.spec.training import Precision
 
 __all__ = ["MOST_MEMORY_BYTES", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 
@@ -231,6 +231,26 @@ class Cluster:
             measured = group.link(collective) if group else None
             self._links[key] = measured or self._slowest_crossing(factors, collective)
         return self._links[key]
+
+    def pass_link(self, factors: frozenset[Factor]) -> Link:
+        """What each member of such a group gets that sends to the next one while it receives from the one before.
+
+        As measured of an all-gather, which rings make of such passes. By the levels one member of a group leaves each
+        unit, so where links are not shared it has one lane; latency is that of the farthest step.
+        """
+        if not factors:
+            return Link(math.inf, 0.0)
+        group = self._measured.get(_members(factors))
+        if group is not None:
+            return Link(group.all_gather_bytes_per_s, group.all_gather_latency_s)
+        bytes_per_s, latency_s, unit_size = math.inf, 0.0, 1
+        for level in self.levels:
+            if any(unit_size % factor.block for factor in factors):
+                lanes = self._lanes(factors, unit_size, level.shared) if level.shared else 1.0
+                bytes_per_s = min(bytes_per_s, (level.transfer_bytes_per_s or level.bytes_per_s) * lanes)
+                latency_s = max(latency_s, level.latency_s)
+            unit_size *= level.units
+        return Link(bytes_per_s, latency_s)
 
     @cached_property
     def _links(self) -> dict[tuple[frozenset[Factor], Collective], Link]:

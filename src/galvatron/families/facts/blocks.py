@@ -16,6 +16,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import (
     DEFAULT_LONGEST,
     Attention,
+    Context,
     FusedLoss,
     LayerSpec,
     Precision,
@@ -32,6 +33,8 @@ __all__ = [
     "attention",
     "class_head",
     "collectives",
+    "context_of",
+    "divided_by_tokens",
     "dropout_active",
     "feed_forward",
     "language_head",
@@ -118,6 +121,27 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
     output = linear(shape.queries, inner, shape.hidden, Split.ROWS, element=element, bias=shape.output_bias)
     core = _fused_core(shape, element) if _is_fused(shape, training) else _eager_core(shape, training)
     return (projections, *core, output)
+
+
+def context_of(shape: AttentionShape, training: Training) -> Context:
+    """How sequences of a layer with this one attention can be divided over devices."""
+    element = training.precision.bytes
+    flops = 4 * shape.queries * shape.span * shape.heads * shape.head_dim
+    return Context(
+        length=shape.queries,
+        heads=shape.heads,
+        key_value_heads=shape.kv_heads,
+        causal=shape.causal,
+        ring=not shape.dropout,
+        attention_flops=flops // 2 if shape.causal and _is_fused(shape, training) else flops,
+        query_bytes=shape.queries * shape.heads * shape.head_dim * element,
+        key_value_bytes=2 * shape.keys * shape.kv_heads * shape.head_dim * element,
+    )
+
+
+def divided_by_tokens(layer: LayerSpec, tokens: int) -> LayerSpec:
+    """A layer that treats each token for itself, so that devices can have some each."""
+    return replace(layer, context=Context(length=tokens))
 
 
 def _is_fused(shape: AttentionShape, training: Training) -> bool:

@@ -128,6 +128,7 @@ class ExpertCosts:
         return LayerCosts(
             compute_s=nothing,
             tp_s=nothing,
+            cp_s=nothing,
             ep_s=samples * self._exchange_sample_s + self._exchange_fixed_s,
             sdp_s=gather_exposed + (with_scatter - backward),
             sync_s=overlapped_s(backward, self._with_sync_s, slowdown) - with_scatter,

@@ -32,6 +32,7 @@ from galvatron.planner.cost.communication import (
     reduce_scatter_s,
     transfer_s,
 )
+from galvatron.planner.cost.context import context_s
 from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.inputs import CostInputs
@@ -195,10 +196,17 @@ class StageCosts:
             compute_s=forward + backward + waiting,
             tp_s=tp_s,
             ep_s=np.zeros((1, 1)),
+            cp_s=self._context_s(samples),
             sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(trained, arrays, cluster.device, self.cost.optimizer),
         )
+
+    def _context_s(self, samples: Floats) -> Floats:
+        layers, arrays = self._layers, self._arrays
+        if (arrays.ring.size * arrays.ulysses.size).max() == 1:
+            return np.zeros((1, 1))
+        return context_s(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
 
     def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         return overlapped_s(compute_s, communicate_s, self.cost.cluster.overlap_slowdown)

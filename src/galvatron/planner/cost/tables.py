@@ -30,6 +30,8 @@ class LayerCosts:
     tp_s: Floats
     ep_s: Floats
     """Tokens on their way to experts with axes of their own, and back."""
+    cp_s: Floats
+    """Attention over divided sequences: heads exchanged for tokens, keys and values on their way round."""
     sdp_s: Floats
     sync_s: Floats
     """Once an iteration: gradient synchronisation of DP and of tied weights, gathering of ZeRO-2."""
@@ -38,7 +40,7 @@ class LayerCosts:
 
     @property
     def steady_s(self) -> Floats:
-        return self.compute_s + self.tp_s + self.sdp_s + self.ep_s
+        return self.compute_s + self.tp_s + self.sdp_s + self.ep_s + self.cp_s
 
     @property
     def once_s(self) -> Floats:

@@ -149,7 +149,8 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
     switches = request.effective_switches
     for switch in SWITCHES:
         if switch.remedy is not None and not getattr(switches, switch.name):
-            on = replace(request, switches=replace(switches, **{switch.name: True}))
+            also = {"zero3": True} if switch.name == "context_parallel" else {}
+            on = replace(request, switches=replace(switches, **{switch.name: True}, **also))
             yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
     if request.space != "full":
         yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])

@@ -111,7 +111,7 @@ def request_for(
         time_limit_s=setup.get("time_limit"),
         any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
-        switches=_switches(setup, cluster),
+        switches=_switches(setup, model, cluster),
         schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
@@ -327,10 +327,23 @@ def _schedule(setup: Setup) -> Schedule:
     return ONE_F_ONE_B if name is None else schedule_named(name)
 
 
-def _switches(setup: Setup, cluster: Cluster) -> Switches:
+def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
     """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
     grades either, unless asked for."""
-    default = PAPER if setup.get("paper") else default_switches(cluster)
+    length = model.training.sequence_length
+    default = PAPER if setup.get("paper") else default_switches(cluster, length)
+    if setup.get("context_parallel") and not model.divisible:
+        raise InvalidInput(
+            f"--context-parallel: asked for, but nobody knows how to divide sequences of {model.name}'s layers over "
+            "devices (known: self-attention over whole sequences); leave it out"
+        )
+    if setup.get("context_parallel") is not None:
+        default = replace(default, zero3=bool(setup["context_parallel"]))
+    elif setup.get("zero3") and not default.context_parallel:
+        raise InvalidInput(
+            f"--zero3 shards over the ranks that divide a sequence, which are not searched for samples of {length} "
+            "tokens; add --context-parallel, or drop --zero3"
+        )
     if setup.get("recompute") is False:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
