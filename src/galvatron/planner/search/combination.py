@@ -172,12 +172,22 @@ class Combination:
             widths = np.arange(self._width + 1)[None, :]
             matrix = self._bounds(in_flight_count, ends, widths)
             if self._solving:
-                peaks = Sums.of(self.lean, in_flight_count, self.layers.kinds).peaks(np.maximum(ends - widths, 0), ends)
-                matrix[peaks > self.budget] = np.inf
+                self._rule_out(matrix, in_flight_count)
             for signature in self._solved:
                 self._patch(matrix, signature, in_flight_count)
             self._matrices[in_flight_count] = matrix
         return self._matrices[in_flight_count]
+
+    def _rule_out(self, matrix: CutMatrix, in_flight_count: int) -> None:
+        """Stages that do not fit, whatever their layers take."""
+        ends, widths = np.arange(matrix.shape[0])[:, None], np.arange(matrix.shape[1])[None, :]
+        sums = Sums.of(self.lean, in_flight_count, self.layers.kinds)
+        matrix[sums.peaks(np.maximum(ends - widths, 0), ends) > self.budget] = np.inf
+
+    def _rule_out_all(self) -> None:
+        self._solving = True
+        for count, matrix in self._matrices.items():
+            self._rule_out(matrix, count)
 
     def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
         """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position."""
@@ -193,11 +203,12 @@ class Combination:
         bounds = np.full(room.shape, -np.inf)
         for lam, sums in zip(lams, priced, strict=True):
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
-        entry, leave = self._least_transfers()
+        entry, leave = self._least_transfers
         bounds += entry[begins] + leave[ends]
         impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
 
+    @cached_property
     def _least_transfers(self) -> tuple[Integers, Integers]:
         """Least time to receive a stage's input, by where it begins, and its output's gradient, by where it ends."""
         kinds, usable = self.layers.kinds, self._apart.plain.time_ns[0] < NEVER
@@ -232,8 +243,7 @@ class Combination:
         if self.fixed:
             self._settle(self.fixed, np.inf)
             return self._solved_plan(self.fixed)
-        self._matrices.clear()
-        self._solving = True
+        self._rule_out_all()
         while True:
             self.watch.check()
             cuts = self._optimistic(cutoff)
@@ -246,8 +256,7 @@ class Combination:
 
     def solve_roughly(self) -> Solved | None:
         """A plan that fits, found soon; None: none was."""
-        self._matrices.clear()
-        self._solving = True
+        self._rule_out_all()
         cuts = Cuts(0.0, self.fixed) if self.fixed else self._optimistic(np.inf)
         if cuts is None:
             return None
