@@ -43,10 +43,20 @@ from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "paper_stages_a_micro_batch", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
+
+_PAPER_STAGES = 2
+"""Stages for each micro-batch of its deeper pipelines: as on 8 devices, where it had 4 for 8 stages."""
+
+
+def paper_stages_a_micro_batch(devices: int) -> int | None:
+    """On how many stages the paper's setting has one more micro-batch; None: no pipeline of so many devices is deep
+    enough for more than :data:`PAPER_MICRO_BATCHES`."""
+    return _PAPER_STAGES if devices // _PAPER_STAGES > PAPER_MICRO_BATCHES else None
+
 
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
@@ -116,6 +126,7 @@ def request_for(
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
+        stages_a_micro_batch=paper_stages_a_micro_batch(cluster.devices) if paper and most is None else None,
         limits=_limits(setup),
     )
 
@@ -280,7 +291,7 @@ def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
     fixed = {
         "schedule": (GPIPE.name,),
-        "precision": ("fp32",),
+        "precision": ("fp32", "tf32"),
         "attention": ("eager", "paper"),
         "optimizer": (ADAMW.name,),
     }
@@ -305,7 +316,7 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
     paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
-        precision=Precision.FP32 if paper else chosen,
+        precision=_paper_precision(setup, device) if paper else chosen,
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
@@ -317,6 +328,14 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
         train_only=_patterns(setup.get("train_only")),
         lora=_lora(setup),
     )
+
+
+def _paper_precision(setup: Setup, device: Device | None) -> Precision:
+    """PyTorch of those years multiplied fp32 tensors in TF32 unless told otherwise, where a GPU has it."""
+    given = setup.get("precision")
+    if given is not None:
+        return Precision(given)
+    return Precision.FP32 if device is None or device.tf32_flops_per_s is None else Precision.TF32
 
 
 def _schedule(setup: Setup) -> Schedule:
