@@ -23,7 +23,7 @@ __all__ = ["SETTINGS", "predictions", "table"]
 
 RESULTS = Path(__file__).parent / "results" / "paper_clusters.json"
 SETTINGS = {
-    Setting("titan-rtx-16", (8, 16), 256): ("BERT-Huge-32", "BERT-Huge-48", "ViT-Huge-32", "ViT-Huge-48"),
+    Setting("titan-rtx-16", (8, 16), 512): ("BERT-Huge-32", "BERT-Huge-48", "ViT-Huge-32", "ViT-Huge-48"),
     Setting("a100-64", (16, 32), 1024): ("BERT-xHuge", "ViT-xHuge"),
 }
 """Machines, memories in GiB and largest batches, with the models of each."""

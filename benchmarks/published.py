@@ -121,6 +121,8 @@ class Priced:
     run: Run
     published: float
     predicted: float
+    by_one_rate: float
+    """What would be predicted without the preset's roofline."""
     share_of_peak: float
     """As published: model operations a second over the data sheet's."""
 
@@ -177,16 +179,28 @@ def _cluster(run: Run, changed: Callable[[str, Device], Device]) -> Cluster:
     cluster = _preset(preset, run.gpus, run.network)
     device = changed(preset, cluster.device)
     if run.device.endswith(_WEAK):
-        rates = {name: _WEAK_RATE * (getattr(device, name) or 0.0) for name in _RATES}
-        device = replace(device, memory_bytes=96 * 10**9, memory_bytes_per_s=0.8 * 2.4e12, **rates)
+
+        def slower(rate: float | None) -> float | None:
+            return None if rate is None else _WEAK_RATE * rate
+
+        device = replace(
+            device,
+            memory_bytes=96 * 10**9,
+            memory_bytes_per_s=0.8 * 2.4e12,
+            bf16_flops_per_s=slower(device.bf16_flops_per_s),
+            bf16_products_flops_per_s=slower(device.bf16_products_flops_per_s),
+            bf16_attention_flops_per_s=slower(device.bf16_attention_flops_per_s),
+            float8_flops_per_s=slower(device.float8_flops_per_s),
+        )
     return replace(cluster, device=device)
-
-
-_RATES = ("bf16_products_flops_per_s", "bf16_attention_flops_per_s", "bf16_flops_per_s", "float8_flops_per_s")
 
 
 def _unchanged(preset: str, device: Device) -> Device:
     return device
+
+
+def _one_rate(preset: str, device: Device) -> Device:
+    return replace(device, bf16_products_flops_per_s=None, bf16_attention_flops_per_s=None)
 
 
 def price(run: Run, changed: Callable[[str, Device], Device] = _unchanged) -> Plan:
@@ -249,14 +263,20 @@ def compared(run: Run) -> Priced:
     model, seen = _spec(run), published(run)
     peak = _preset(run.device.removesuffix(_WEAK), run.gpus, run.network).device.peak_flops_per_s(Precision.BF16)
     achieved = 3 * model.forward_flops / run.tokens * seen
-    return Priced(run=run, published=seen, predicted=predicted(run), share_of_peak=achieved / (peak or 1.0))
+    return Priced(
+        run=run,
+        published=seen,
+        predicted=predicted(run),
+        by_one_rate=predicted(run, _one_rate),
+        share_of_peak=achieved / (peak or 1.0),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def summary(rows: Iterable[Priced], name: str) -> str:
-    sizes = sorted(abs(row.error) for row in rows)
+def summary(errors: Iterable[float], name: str) -> str:
+    sizes = sorted(map(abs, errors))
     high = sizes[int(0.9 * (len(sizes) - 1))]
     return f"| {name} | {len(sizes)} | {statistics.median(sizes):.1%} | {high:.1%} | {sizes[-1]:.1%} |"
 
@@ -266,12 +286,14 @@ def tables(rows: list[Priced]) -> str:
     sources = read_sources()
     counted = [row for row in rows if row.run.role != "beyond"]
     lines = ["| runs | number | median error | 90th percentile | worst |", "|---|---|---|---|---|"]
-    lines.append(summary(counted, "all"))
+    lines.append(summary((row.error for row in counted), "all"))
     for role, name in (("fit", "fitted to"), ("held out", "held out")):
-        lines.append(summary([row for row in rows if row.run.role == role], name))
+        lines.append(summary((row.error for row in rows if row.run.role == role), name))
     for device in ("a100-80gb", "h100", "h200"):
         own = [row for row in counted if row.run.device.removesuffix(_WEAK) == device]
-        lines.append(summary(own, f"on `{device}`"))
+        lines.append(summary((row.error for row in own), f"on `{device}`"))
+    plain = (row.by_one_rate / row.published - 1 for row in counted)
+    lines.append(summary(plain, "all, if each device had one rate for all layers"))
     for source, facts in sources.items():
         own = [row for row in rows if row.run.source == source]
         lines += ["", f"**{facts['title']}** ([{facts['place']}]({facts['url']})). Assumed: {facts['assumed']}."]

@@ -75,10 +75,9 @@ def test_products_attention_and_traffic_are_apart() -> None:
 
 def test_tp_divides_what_it_splits_and_sequence_parallelism_the_rest() -> None:
     """Of what the layer saves 20 MB are whole on each rank, and are moved by each."""
-    whole, layer = (
-        _compute_s("dp4"),
-        replace(BLOCK, tensor_parallel=replace(BLOCK.tensor_parallel, sequence_divides=(8,))),
-    )  # type: ignore[type-var]
+    whole = _compute_s("dp4")
+    assert BLOCK.tensor_parallel is not None
+    layer = replace(BLOCK, tensor_parallel=replace(BLOCK.tensor_parallel, sequence_divides=(8,)))
     rest = 4 * 3 * 2.8 * 20 * MB / 28e9
     assert _compute_s("tp4") == pytest.approx((whole - rest) / 4 + rest)
     assert _compute_s("tp4+sp", layer=layer) == pytest.approx(whole / 4)

@@ -24,8 +24,7 @@ def _priced(precision: Precision) -> galvatron.Plan:
 def _priced_by_one_rate(precision: Precision) -> galvatron.Plan:
     model = load_model("bert-base", Training(precision=precision))
     cluster = load_cluster("a100-8")
-    plain = {"bf16_products_flops_per_s": None, "bf16_attention_flops_per_s": None, "traffic": None}
-    device = replace(cluster.device, **plain, compiled_traffic=None)
+    device = replace(cluster.device, bf16_products_flops_per_s=None, bf16_attention_flops_per_s=None)
     request = Request(model=model, cluster=replace(cluster, device=device), batch=64)
     return priced(request, [["dp8"] * len(model.layers)])
 
