@@ -92,6 +92,14 @@ def test_launches_run_ahead_of_the_device() -> None:
     assert _compute_s("dp4", layer=small, samples=100) == pytest.approx(100 * 3 * (2 * _TOKENS * MB / 4e12 + 1e-4))
 
 
+def test_weights_are_read_once_however_few_the_samples() -> None:
+    """82 MB at 28 GB/s take longer than launching, and TP divides all but 2 MB of them."""
+    idle = replace(BLOCK, forward_flops=1, split_activation_bytes=0, replicated_activation_bytes=0)
+    assert _compute_s("dp4", layer=idle, samples=1) == pytest.approx(3 * 82 * MB / 28e9)
+    assert _compute_s("tp2", layer=idle, samples=1) == pytest.approx(3 * 42 * MB / 28e9)
+    assert _compute_s("dp4", layer=replace(idle, forward_flops=0), samples=1) == pytest.approx(3 * H)
+
+
 def test_what_is_measured_counts_instead() -> None:
     profile = ModelProfile(name="p", times=(LayerTime(layer="block", forward_s=0.5, backward_ratio=2.0),))
     assert _compute_s("dp4", profile=profile) == _compute_s("dp4", profile=profile, cluster=CLUSTER)

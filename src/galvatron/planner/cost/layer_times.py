@@ -8,7 +8,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, LayerSpec, ModelProfile, ModelSpec
 from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.tuning import Tuning, stock_kind
-from galvatron.planner.cost.roofline import roofline_times
+from galvatron.planner.cost.roofline import least_times, roofline_times
 
 __all__ = ["Variant", "measured_times"]
 
@@ -50,8 +50,8 @@ def measured_times(
         forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
     least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
-    if roofline:  # launches run ahead of the device
-        fixed, least = (0.0, 0.0), (overhead_s, 2 * overhead_s)
+    if roofline:
+        fixed, least = (0.0, 0.0), least_times(kind, cluster.device, training, tp=tp, own_experts=own)
     more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
     if time and tuning.adapter_flops:  # it was measured without them
         forward_s *= kind.forward_flops / (kind.forward_flops - tuning.adapter_flops)

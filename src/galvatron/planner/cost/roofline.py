@@ -7,9 +7,9 @@ moves; narrow ones, and what tensor parallelism leaves whole on each rank, have 
 
 from __future__ import annotations
 
-from galvatron.core.spec import Attention, LayerSpec, Roofline, Training
+from galvatron.core.spec import Attention, Device, LayerSpec, Roofline, Training
 
-__all__ = ["attention_flops", "roofline_times"]
+__all__ = ["attention_flops", "least_times", "roofline_times"]
 
 _ATTENTION_BACKWARD = 2.5
 """Backward of a fused attention kernel over its forward: five products for two, since scores are computed again."""
@@ -30,6 +30,21 @@ def roofline_times(
         products_s + attention_s + traffic_s,
         2 * (products_s + traffic_s) + _ATTENTION_BACKWARD * attention_s,
     )
+
+
+def least_times(
+    kind: LayerSpec, device: Device, training: Training, *, tp: int = 1, own_experts: bool = False
+) -> tuple[float, float]:
+    """What forward and backward take however few the samples: launching the kernels, which runs ahead of the device, or
+    reading the weights of products once, and in backward writing their gradients too.
+
+    ``own_experts``: experts have axes of their own; how many of them a rank has is not known here: they do not count.
+    """
+    split = 1 if kind.tensor_parallel is None else tp
+    apart = kind.experts.parameters if kind.experts and own_experts else 0
+    weights = kind.replicated_parameters + (kind.parameters - kind.replicated_parameters - apart) / split
+    read_s = weights * training.precision.bytes / device.memory_bytes_per_s if kind.forward_flops else 0.0
+    return max(device.layer_overhead_s, read_s), 2 * max(device.layer_overhead_s, read_s)
 
 
 def attention_flops(kind: LayerSpec, training: Training) -> int:
