@@ -23,11 +23,12 @@ from galvatron.core.spec import ADAMW, GPIPE, Attention, Precision, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model, paper_profile
 from galvatron.planner.cost import PAPER_SYSTEMS, CostModel
-from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES, paper_stages_a_micro_batch
+from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_stages_a_micro_batch
 from galvatron.planner.search import Problem, most_micro_batches, search
 from galvatron.planner.search.candidates import Candidates
-from galvatron.planner.search.combination import Candidate, Combination, Layers
+from galvatron.planner.search.combination import Candidate, Combination
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.search.layers import Layers
 from galvatron.planner.space import divisors, space_named
 
 __all__ = ["SPACES", "Cell", "Criteria", "Prediction", "Setting", "predict", "read_cells", "wrong_cells"]

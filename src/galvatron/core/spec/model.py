@@ -11,21 +11,23 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, OutOfRange
+from galvatron.core.spec.figures import MOST_LAYERS, check_figures
 from galvatron.core.spec.float8 import Float8
-from galvatron.core.spec.optimizer import ADAMW
-from galvatron.core.spec.parts import Experts, FusedLoss, Kept, TensorParallel
-from galvatron.core.spec.strategy import Kind, Strategy, degree_of
-from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
+from galvatron.core.spec.layout import degree_of
+from galvatron.core.spec.parts import Context, Experts, FusedLoss, Kept, TensorParallel
+from galvatron.core.spec.strategy import Kind, Strategy
+from galvatron.core.spec.training import DEFAULT_LONGEST, Attention, Precision, Training
+from galvatron.core.spec.tuning import Tuning, stock_kind
 
 __all__ = [
     "DEFAULT_LONGEST",
     "LOSS_CHUNK_CELLS",
     "Attention",
+    "Context",
     "Experts",
     "FusedLoss",
     "Kept",
@@ -37,92 +39,8 @@ __all__ = [
 ]
 
 
-DEFAULT_LONGEST = 8192
-"""Tokens of a sample where nobody says how many, if the model can take more: models for 128k are trained with fewer."""
-
 LOSS_CHUNK_CELLS = 2**28
 """Logits that exist at a time where the loss is fused: 1 GiB of them in fp32."""
-
-
-class Precision(StrEnum):
-    """Arithmetic of training."""
-
-    FP32 = "fp32"
-    """Everything in fp32: 4-byte activations, 16 bytes of states a parameter with Adam."""
-    TF32 = "tf32"
-    """As fp32, but matrix products round their operands to TF32 (10 bits after the point) on GPUs that have it."""
-    BF16 = "bf16"
-    """bf16 working parameters and activations, with fp32 masters, gradient reduction and Adam moments."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one activation or working parameter; gradients are reduced in fp32 either way."""
-        return 2 if self is Precision.BF16 else 4
-
-
-class Attention(StrEnum):
-    """How attention is computed, which decides what it saves for backward."""
-
-    FUSED = "fused"
-    """Flash or SDPA kernels: no map of size seq² is saved, only a log-sum-exp per row."""
-    EAGER = "eager"
-    """As Hugging Face's eager attention: the probabilities are saved (with dropout also mask and dropped copy)."""
-    PAPER = "paper"
-    """As the paper's models of 2022 ran it: eager, and the scores are saved as well (its Table 1 shows two maps)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """How the model is trained, as far as memory and time depend on it."""
-
-    precision: Precision = Precision.FP32
-    attention: Attention = Attention.FUSED
-    dropout: bool | None = None
-    """Whether dropout is active; None: as the model's own configuration says."""
-    sequence_length: int | None = None
-    """Tokens a sample for language models; None: the model's own maximum, at most :data:`DEFAULT_LONGEST`."""
-    optimizer: str = ADAMW.name
-    """By its name in :data:`galvatron.core.spec.optimizer.OPTIMIZERS`."""
-    compile: bool = False
-    """Whether the computation of each block is compiled."""
-    image_size: int | None = None
-    """Pixels of a side of the one image in each sample, for models of images and text; None: text alone, or images of
-    an example batch."""
-    image_tokens: int | None = None
-    """How many tokens of a sample are those of its images; None: it has none."""
-    freeze: tuple[str, ...] = ()
-    """Patterns of names of parameters, or of modules that hold them, that do not train."""
-    train_only: tuple[str, ...] = ()
-    """Patterns of those that do, if any is given: all others do not train."""
-    float8: bool = False
-    """Whether linear layers may be computed in float8."""
-    lora: Lora | None = None
-    """Adapters that train, while all that the model has itself does not; None: there are none."""
-
-    @property
-    def tunes(self) -> bool:
-        """Whether some parameters are frozen."""
-        return bool(self.freeze or self.train_only or self.lora)
-
-    def untuned(self) -> Training:
-        """The same with nothing frozen and nothing added."""
-        return replace(self, freeze=(), train_only=(), lora=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plan files have it. What came later and is not used is left out: digests and files of those plans stay the
-        same."""
-        facts = asdict(self)
-        if not self.compile:
-            del facts["compile"]
-        if self.optimizer == ADAMW.name:
-            del facts["optimizer"]
-        if not self.float8:
-            del facts["float8"]
-        kept = {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
-        return kept if self.tunes else {name: own for name, own in kept.items() if name not in _TUNING}
-
-
-_TUNING = frozenset({"freeze", "train_only", "lora"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +81,19 @@ class LayerSpec:
     """With selective recompute; None: there is nothing to select, or nobody knows."""
     but_attention: Kept | None = None
     """With recompute of all but attention; None: it has no fused attention, or nobody knows."""
+    context: Context | None = None
+    """None: its sequences cannot be divided over devices (windows, recurrences), or nobody knows whether."""
 
     def __post_init__(self) -> None:
+        for part in (self, self.experts, self.tuning, self.fused_loss, self.float8, self.selective, self.but_attention):
+            if part is not None:
+                check_figures(part, f"layer {self.name!r}")
+        for name in ("tied_parameters", "replicated_parameters"):
+            if getattr(self, name) > self.parameters:
+                raise OutOfRange(
+                    f"layer {self.name!r}: {name} is {getattr(self, name)}; expected at most its parameters, "
+                    f"{self.parameters}"
+                )
         if self.experts is not None:
             self._check_experts(self.experts)
 
@@ -177,15 +106,10 @@ class LayerSpec:
             ("replicated_activation_bytes", self.replicated_activation_bytes),
         ):
             if not 0 <= getattr(experts, name) <= whole:
-                raise InvalidInput(
+                raise OutOfRange(
                     f"layer {self.name!r}: experts.{name} is {getattr(experts, name)}; expected from 0 to {whole}, "
                     "for it is part of the layer's"
                 )
-        if experts.count < 1 or not experts.imbalance >= 1:
-            raise InvalidInput(
-                f"layer {self.name!r}: {experts.count} experts with an imbalance of {experts.imbalance:g}; expected at "
-                "least 1 of each"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay
@@ -193,7 +117,7 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention"):
+        for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention", "context"):
             if facts[name] is None:
                 del facts[name]
         return facts
@@ -243,6 +167,10 @@ class LayerSpec:
         lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
         return bool(lengths) and all(length % degree == 0 for length in lengths)
 
+    def allows_context(self, strategy: Strategy) -> bool:
+        """Whether sequences of the layer can be divided as the strategy says. Without context axes any layer goes."""
+        return strategy.context_degree == 1 or (self.context is not None and self.context.allows(strategy))
+
     def allows_grade(self, strategy: Strategy) -> bool:
         """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
         results can be kept are offloaded: others have little to offload. What experts with axes of their own keep is
@@ -281,13 +209,15 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidInput(f"model {self.name!r}: it has no layers; a model needs at least one")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidInput(f"model {self.name!r}: it has {len(self.layers)} layers; expected at most {MOST_LAYERS}")
         kinds: dict[str, LayerSpec] = {}
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:
                 raise InvalidInput(f"model {self.name!r}: two different layers are both named {layer.name!r}")
 
     def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
-        """Whether a strategy can run a kind of layer.
+        """Whether a strategy can run a kind of layer. Only the strategy's traits matter.
 
         TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
         split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
@@ -303,12 +233,18 @@ class ModelSpec:
             and (not strategy.fused_loss or kind.fused_loss is not None)
             and (not strategy.float8 or kind.float8 is not None)
             and kind.allows_grade(strategy)
+            and kind.allows_context(strategy)
         )
 
     @cached_property
     def has_experts(self) -> bool:
         """Whether any of its layers has experts."""
         return any(kind.experts is not None for kind in self.kinds)
+
+    @cached_property
+    def divisible(self) -> bool:
+        """Whether sequences of any of its layers with attention can be divided over devices."""
+        return any(kind.context is not None and kind.context.heads for kind in self.kinds)
 
     @cached_property
     def splittable(self) -> bool:
@@ -325,6 +261,10 @@ class ModelSpec:
         """The stock model: nothing frozen, nothing added."""
         layers = tuple(layer.untuned() for layer in self.layers)
         return replace(self, layers=layers, training=self.training.untuned())
+
+    def undivided(self) -> ModelSpec:
+        """The same without what is known of dividing its sequences, which is no part of what it computes."""
+        return replace(self, layers=tuple(replace(layer, context=None) for layer in self.layers))
 
     @cached_property
     def parameters(self) -> int:
@@ -359,7 +299,7 @@ class ModelSpec:
         """Identifies layers and training, whatever file or preset they came from."""
         facts = {
             "family": self.family,
-            "kinds": [kind.to_dict() for kind in self.kinds],
+            "kinds": [kind.to_dict() for kind in self.undivided().kinds],
             "order": [layer.name for layer in self.layers],
             "training": self.training.to_dict(),
         }
@@ -369,7 +309,7 @@ class ModelSpec:
     def layers_digest(self) -> str:
         """Identifies what a profile measures: kinds of layer and how they compute, whatever their number and order, and
         whatever of them is frozen."""
-        stock = self.untuned()
+        stock = self.untuned().undivided()
         balanced = (
             kind if kind.experts is None else replace(kind, experts=replace(kind.experts, imbalance=1.0))
             for kind in stock.kinds

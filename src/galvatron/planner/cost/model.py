@@ -32,6 +32,7 @@ from galvatron.planner.cost.communication import (
     reduce_scatter_s,
     transfer_s,
 )
+from galvatron.planner.cost.context import context_s
 from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.inputs import CostInputs
@@ -85,7 +86,7 @@ class StageCosts:
         self._layers = layers if rows is None else layers.at(rows, np.arange(len(strategies)))
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array([[_allows_rest(cost, kind, s) for s in strategies] for kind in kinds])
+        self._allowed = np.array([_allowed(cost, kind, strategies) for kind in kinds])
         self._pipeline_degree = pipeline_degree
         whole: Factors = frozenset()
         tensor = [strategy.factors(Kind.TP) for strategy in strategies]
@@ -172,7 +173,8 @@ class StageCosts:
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
         gradient_scatter = trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.sdp)
         zero2_scatter = arrays.zero2 * trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.dp)
-        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter
+        scatter_once = zero2_scatter if conventions.distributed_optimizer else 0.0
+        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter - scatter_once
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         beside_forward, beside_backward = forward, backward
         if arrays.own.any():
@@ -188,16 +190,23 @@ class StageCosts:
         backward_with_scatter = self._overlapped_s(beside_backward, each_backward)
 
         shard = trained / arrays.sdp.size
-        sync = np.where(arrays.zero2 | ~trains, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
+        sync = np.where(arrays.zero2 | ~trains, scatter_once, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward + waiting,
             tp_s=tp_s,
             ep_s=np.zeros((1, 1)),
+            cp_s=self._context_s(samples),
             sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(trained, arrays, cluster.device, self.cost.optimizer),
         )
+
+    def _context_s(self, samples: Floats) -> Floats:
+        layers, arrays = self._layers, self._arrays
+        if (arrays.ring.size * arrays.ulysses.size).max() == 1:
+            return np.zeros((1, 1))
+        return context_s(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
 
     def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         return overlapped_s(compute_s, communicate_s, self.cost.cluster.overlap_slowdown)
@@ -235,7 +244,7 @@ class StageCosts:
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         weights = memory.Weights(parameters, shared, trained)
-        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer)
+        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer, conventions)
         states = states + memory.shared_bytes(shared, arrays, precision, conventions)
         saved = memory.activation_bytes(samples, layers, arrays)
         pipelined = self._stage_link is not None
@@ -339,11 +348,15 @@ class StageCosts:
         return rounded_up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
 
 
+def _allowed(cost: CostModel, kind: LayerSpec, strategies: Sequence[Strategy]) -> list[bool]:
+    """Whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
+    by_traits = {traits: _allows_rest(cost, kind, each) for traits, each in {s.traits: s for s in strategies}.items()}
+    pin = dict(cost.pins).get(kind.name)
+    return [by_traits[strategy.traits] and pin in (None, strategy) for strategy in strategies]
+
+
 def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
-    """Whether a strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
     if strategy.offload and not cost.cluster.device.offloads:
-        return False
-    if dict(cost.pins).get(kind.name, strategy) != strategy:
         return False
     if not strategy.experts:
         return cost.model.allows(kind, strategy)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
 from galvatron.core.spec import OPTIMIZERS, SWITCHES, Attention, Kind, Level, ModelSpec, Precision, optimizer_named
 from galvatron.core.spec.tuning import Lora, Tuning
-from galvatron.core.units import format_bytes
+from galvatron.core.units import format_bytes, format_seconds
 from galvatron.families import load_model
+from galvatron.planner.cost import NEVER
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
-from galvatron.planner.search import Feasibility, most_micro_batches
+from galvatron.planner.search import Feasibility, Tell, most_micro_batches
 from galvatron.planner.space import Space
 
 __all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget", "with_adapters"]
@@ -22,6 +24,8 @@ __all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_bud
 _TRIED = 256
 _PRICING_S = 0.7
 """Processor time after which advice is not priced any more, and only says that it fits."""
+_FEW_TIMES = 4
+"""With more than so many times the devices a plan takes long to find."""
 _LEAST_TOKENS = 128
 _RANK = 16
 """Of the adapters that are advised."""
@@ -67,9 +71,9 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 
 
-def make_plan(request: Request) -> Plan:
-    """The best plan, or :class:`Infeasible` with advice."""
-    plan = try_plan(request)
+def make_plan(request: Request, tell: Tell | None = None) -> Plan:
+    """The best plan, or :class:`Infeasible` with advice. ``tell`` hears of a search that takes more than a second."""
+    plan = try_plan(request, tell)
     if plan is None:
         raise _explained(request)
     return plan
@@ -85,11 +89,18 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
 
 
 def _explained(request: Request) -> GalvatronError:
+    request = replace(request, time_limit_s=None)  # it is for the search, which is done
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"
     where += f" within {request.limits}" if request.limits else ""
     least = smallest_budget(request)
+    if (feasible_batch(request) is not None) if least is None else least[0] <= request.budget_bytes:
+        return InvalidInput(
+            f"{model.name} on {devices}{where}: every plan takes over {format_seconds(NEVER / 1e9)} for a micro-batch "
+            f"in a stage, or {format_bytes(NEVER)} of memory, which is beyond what is planned; check the figures of "
+            "layers and cluster"
+        )
     if least is None:
         batch = f"batch: {request.batch}: " if request.batch else ""
         return InvalidInput(f"{batch}{model.name} cannot run on {devices}{where}: {impossibility(request)}")
@@ -114,6 +125,8 @@ class _Change:
     request: Request
     exact: bool = True
     """Whether the request is that of the option itself."""
+    quick: bool = True
+    """Whether a plan for it is soon found."""
 
 
 def _remedies(request: Request) -> list[str]:
@@ -137,7 +150,8 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
     switches = request.effective_switches
     for switch in SWITCHES:
         if switch.remedy is not None and not getattr(switches, switch.name):
-            on = replace(request, switches=replace(switches, **{switch.name: True}))
+            also = {"zero3": True} if switch.name == "context_parallel" else {}
+            on = replace(request, switches=replace(switches, **{switch.name: True}, **also))
             yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
     if request.space != "full":
         yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])
@@ -162,7 +176,7 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
         adapted = replace(request, model=with_adapters(model, _RANK), profile=None)
         yield iter([_Change("low-rank adapters, all else frozen", f"--lora {_RANK}", adapted, exact=False)])
     yield (
-        _Change(f"more devices, {larger.cluster.devices}", "", larger)
+        _Change(f"more devices, {larger.cluster.devices}", "", larger, quick=factor <= _FEW_TIMES)
         for factor in (2, 4, 8, 16, 32)
         for larger in [_more_devices(request, factor)]
     )
@@ -229,9 +243,16 @@ def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
 
 
 def _priced(change: _Change, deadline: float) -> str:
-    plan = try_plan(change.request) if time.process_time() < deadline else None
-    about = "" if change.exact else "about "
-    price = "fits" if plan is None else f"{about}{plan.throughput:.3g} samples/s at batch {plan.batch}"
+    left_s = deadline - time.process_time()
+    plan = None
+    if change.quick and left_s > 0:
+        with suppress(InvalidInput):  # no plan was found so soon
+            plan = try_plan(replace(change.request, time_limit_s=left_s))
+    price = "fits"
+    if plan is not None and plan.certificate is not None:
+        least = "" if plan.certificate.gap == 0 else "at least "
+        about = "" if change.exact else "about "
+        price = f"{least}{about}{plan.throughput:.3g} samples/s at batch {plan.batch}"
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
@@ -10,6 +11,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
 from galvatron.planner.cost import (
     GALVATRON,
@@ -34,7 +36,7 @@ from galvatron.planner.plan.record import (
     SpaceFacts,
     TimeUse,
 )
-from galvatron.planner.search import CutRule, Optimum, Problem, search
+from galvatron.planner.search import CutRule, Optimum, Problem, Tell, Watch, search
 from galvatron.planner.space import Space, Switches, default_switches, space_named
 
 __all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
@@ -45,7 +47,6 @@ _TOKENS_PER_DEVICE = 1 << 17
 _TOKENS = 1 << 22
 """Most tokens of a batch searched by default, for each device and in all: language models are trained with a few
 million tokens a step at most (Llama 2: 4M), and with less on few devices, where a step would take a minute."""
-_LARGEST_BATCH = 1 << 22
 _MOST_BATCHES = 4096
 
 
@@ -73,6 +74,8 @@ class Request:
     max_micro_batches: int | None = None
     stages_a_micro_batch: int | None = None
     """Whether deep pipelines may have more micro-batches than that: one for so many stages; None: they may not."""
+    time_limit_s: float | None = None
+    """After which the best plan so far must do; None: until it is proven."""
     limits: Limits | None = None
     """What else is ruled out of the space; None: nothing."""
 
@@ -85,9 +88,9 @@ class Request:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
         for name in ("batch", "max_batch", "batch_step"):
             value = getattr(self, name)
-            if value is not None and value > _LARGEST_BATCH:
+            if value is not None and value > MOST_SAMPLES:
                 raise InvalidInput(
-                    f"{name.replace('_', '-')}: {value} given; at most {_LARGEST_BATCH} samples are planned"
+                    f"{name.replace('_', '-')}: {value} given; at most {MOST_SAMPLES} samples are planned"
                 )
         if not self.batches:
             raise InvalidInput(
@@ -106,6 +109,8 @@ class Request:
                 f"memory: {self.budget_bytes} bytes given, but a {self.cluster.device.name} has only "
                 f"{self.cluster.device.memory_bytes}; give at most that"
             )
+        if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
+            raise InvalidInput(f"time-limit: {self.time_limit_s:g} given; expected seconds, more than 0")
         if self.budget_bytes <= 0:
             raise InvalidInput("memory: the budget must be positive")
         self._pins()
@@ -139,9 +144,12 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        """The extensions searched; a model without experts has no use for expert parallelism, and a cluster that says
-        nothing of the host none for offload."""
-        switches = default_switches(self.cluster) if self.switches is None else self.switches
+        """The extensions searched; a model without experts has no use for expert parallelism, one whose sequences
+        cannot be divided none for context parallelism, and a cluster that says nothing of the host none for offload."""
+        length = self.model.training.sequence_length
+        switches = default_switches(self.cluster, length) if self.switches is None else self.switches
+        if not self.model.divisible or not switches.context_parallel:
+            switches = replace(switches, context_parallel=False, zero3=False)
         switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
@@ -179,9 +187,12 @@ def default_batch_step(devices: int) -> int:
     return devices if devices > 16 else 8
 
 
-def try_plan(request: Request) -> Plan | None:
-    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would."""
-    optimum = search(request.problem())
+def try_plan(request: Request, tell: Tell | None = None) -> Plan | None:
+    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would.
+
+    ``tell`` hears of a search that takes more than a second.
+    """
+    optimum = search(replace(request.problem(), watch=Watch(request.time_limit_s, tell)))
     if optimum is None:
         return None
     decisions = Decisions(batch=optimum.batch, micro_batches=optimum.micro_batches, stages=optimum.strategies)
@@ -226,14 +237,22 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
     pace = Pace.of(request.schedule, len(stages), decisions.micro_batches, request.cluster.compute_contention)
     total_ns = iteration_ns(times_ns, pace)
     iteration_s = total_ns / 1e9
+    # Where sequences stay whole, plans say nothing of how they could be divided, as before they could.
+    switches = request.effective_switches
+    used = [strategy for stage in decisions.stages for strategy in stage]
+    switches = replace(  # by hand, maybe
+        switches,
+        context_parallel=switches.context_parallel or any(own.context_degree > 1 for own in used),
+        zero3=switches.zero3 or any(own.zero3 for own in used),
+    )
     return Plan(
         version=FORMAT_VERSION,
-        model=ModelFacts.of(request.model),
+        model=ModelFacts.of(request.model if switches.context_parallel else request.model.undivided()),
         cluster=ClusterFacts(digest=request.cluster.digest, devices=request.cluster.devices, facts=request.cluster),
         profile=request.profile,
         space=SpaceFacts(
             name=request.space,
-            **asdict(request.effective_switches),
+            **asdict(switches),
             cuts=request.cuts.value,
             conventions=request.conventions.name,
             batches=request.batches,
@@ -310,6 +329,7 @@ class _Pricing:
                 sync_s=total(self.parts.sync_s),
                 optimizer_s=total(self.parts.optimizer_s),
                 ep_s=total(self.parts.ep_s),
+                cp_s=total(self.parts.cp_s),
             ),
             in_flight=flying,
             memory_bytes=sum(asdict(memory).values()),
@@ -336,6 +356,9 @@ class _Pricing:
             reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
             if strategy.offload and not self.request.cluster.device.offloads:
                 reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
+            elif not kind.allows_context(strategy):
+                known = kind.context is not None
+                reason = "heads or tokens do not divide" if known else "its sequences cannot be divided over devices"
             elif not kind.allows_grade(strategy):
                 reason = "nobody knows what it keeps then; use +rc or keep all"
             elif not kind.allows_experts(strategy):

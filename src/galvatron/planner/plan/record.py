@@ -28,6 +28,9 @@ __all__ = [
 
 FORMAT_VERSION = 8
 
+_LATER_SWITCHES = ("selective_recompute", "recompute_but_attention", "offload", "float8", "zero3", "context_parallel")
+"""Left out of files of plans that were searched without them, which stay as they were."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRun:
@@ -122,6 +125,8 @@ class TimeUse:
     """Optimizer step, once an iteration."""
     ep_s: float = 0.0
     """Tokens on their way to experts with axes of their own, and back; only plans of models with experts have it."""
+    cp_s: float = 0.0
+    """Exchanges of attention over divided sequences; only plans that were searched with these have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,16 +172,25 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """The proof that no plan in the space is better under the cost model."""
+    """The proof that no plan in the space is better under the cost model, or by how much one may be."""
 
     lower_bound_s: float
     """No plan at this batch takes less, and none at another batch has a higher throughput."""
     gap: float
-    """Relative distance between the plan and the bound: 0, since the search only stops when they meet."""
+    """Relative distance between the plan and the bound: 0 where the search went on until they met, more where it was
+    stopped before."""
     combinations: int
     opened: int
     solved: int
     stages_solved: int
+
+    @property
+    def proven(self) -> str:
+        """What is proven, in words."""
+        if self.gap == 0:
+            return "proven optimal"
+        near = f"within {self.gap:.2%} of the best plan" if self.gap < 1 else "it may be far from the best plan"
+        return f"not proven optimal: {near}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +237,14 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
-        for name in ("selective_recompute", "recompute_but_attention", "offload", "float8"):
+        for name in (
+            "selective_recompute",
+            "recompute_but_attention",
+            "offload",
+            "float8",
+            "zero3",
+            "context_parallel",
+        ):
             if not facts["space"][name]:
                 del facts["space"][name]
         for name in ("limits", "stages_a_micro_batch"):
@@ -233,6 +254,9 @@ class PlanRecord:
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:
                 del stage["time"]["ep_s"]
+        if not self.space.context_parallel:
+            for stage in facts["stages"]:
+                del stage["time"]["cp_s"]
         return facts
 
 

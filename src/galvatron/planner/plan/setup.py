@@ -39,24 +39,12 @@ from galvatron.families import load_cluster, load_model, load_profile, paper_pro
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
 from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
+from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_precision, paper_stages_a_micro_batch
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "paper_stages_a_micro_batch", "request_for", "training_of"]
-
-PAPER_MICRO_BATCHES = 4
-"""Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
-
-_PAPER_STAGES = 2
-"""Stages for each micro-batch of its deeper pipelines: as on 8 devices, where it had 4 for 8 stages."""
-
-
-def paper_stages_a_micro_batch(devices: int) -> int | None:
-    """On how many stages the paper's setting has one more micro-batch; None: no pipeline of so many devices is deep
-    enough for more than :data:`PAPER_MICRO_BATCHES`."""
-    return _PAPER_STAGES if devices // _PAPER_STAGES > PAPER_MICRO_BATCHES else None
-
+__all__ = ["Setup", "Source", "cluster_for", "request_for", "training_of"]
 
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
@@ -83,7 +71,7 @@ def request_for(
     if paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
-    cluster = _cluster(cluster, setup)
+    cluster = cluster_for(cluster, setup)
     if setup.get("offload") and not cluster.device.offloads:
         raise InvalidInput(
             f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
@@ -118,9 +106,10 @@ def request_for(
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
         max_batch=setup.get("max_batch"),
+        time_limit_s=setup.get("time_limit"),
         any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
-        switches=_switches(setup, cluster),
+        switches=_switches(setup, model, cluster),
         schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
@@ -131,7 +120,7 @@ def request_for(
     )
 
 
-def _cluster(given: str | Path | Cluster, setup: Setup) -> Cluster:
+def cluster_for(given: str | Path | Cluster, setup: Setup) -> Cluster:
     """The cluster asked for. In the paper's setting a preset has no margin for the allocator and no known peak: the
     paper counts what is reserved only."""
     devices, node_link = setup.get("devices"), setup.get("node_link")
@@ -316,7 +305,7 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
     paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
-        precision=_paper_precision(setup, device) if paper else chosen,
+        precision=paper_precision(setup.get("precision"), device) if paper else chosen,
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),
@@ -330,14 +319,6 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
     )
 
 
-def _paper_precision(setup: Setup, device: Device | None) -> Precision:
-    """PyTorch of those years multiplied fp32 tensors in TF32 unless told otherwise, where a GPU has it."""
-    given = setup.get("precision")
-    if given is not None:
-        return Precision(given)
-    return Precision.FP32 if device is None or device.tf32_flops_per_s is None else Precision.TF32
-
-
 def _schedule(setup: Setup) -> Schedule:
     name = setup.get("schedule")
     if setup.get("paper"):
@@ -345,10 +326,23 @@ def _schedule(setup: Setup) -> Schedule:
     return ONE_F_ONE_B if name is None else schedule_named(name)
 
 
-def _switches(setup: Setup, cluster: Cluster) -> Switches:
+def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
     """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
     grades either, unless asked for."""
-    default = PAPER if setup.get("paper") else default_switches(cluster)
+    length = model.training.sequence_length
+    default = PAPER if setup.get("paper") else default_switches(cluster, length)
+    if setup.get("context_parallel") and not model.divisible:
+        raise InvalidInput(
+            f"--context-parallel: asked for, but nobody knows how to divide sequences of {model.name}'s layers over "
+            "devices (known: self-attention over whole sequences); leave it out"
+        )
+    if setup.get("context_parallel") is not None:
+        default = replace(default, zero3=bool(setup["context_parallel"]))
+    elif setup.get("zero3") and not default.context_parallel:
+        raise InvalidInput(
+            f"--zero3 shards over the ranks that divide a sequence, which are not searched for samples of {length} "
+            "tokens; add --context-parallel, or drop --zero3"
+        )
     if setup.get("recompute") is False:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
