@@ -38,6 +38,8 @@ def _b200() -> Cluster:
         memory_bytes=178 * 2**30,
         memory_bytes_per_s=cluster.device.memory_bytes_per_s * 8000 / 3350,
         bf16_flops_per_s=(cluster.device.bf16_flops_per_s or 0.0) * 2250 / 989,
+        bf16_products_flops_per_s=(cluster.device.bf16_products_flops_per_s or 0.0) * 2250 / 989,
+        bf16_attention_flops_per_s=(cluster.device.bf16_attention_flops_per_s or 0.0) * 2250 / 989,
     )
     (node,) = cluster.levels
     return replace(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -23,15 +23,15 @@ from galvatron.core.spec import ADAMW, GPIPE, Attention, Precision, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model, paper_profile
 from galvatron.planner.cost import PAPER_SYSTEMS, CostModel
-from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
-from galvatron.planner.search import Problem, search
+from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_stages_a_micro_batch
+from galvatron.planner.search import Problem, most_micro_batches, search
 from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.search.layers import Layers
 from galvatron.planner.space import divisors, space_named
 
-__all__ = ["Cell", "Criteria", "Prediction", "predict", "read_cells", "wrong_cells"]
+__all__ = ["SPACES", "Cell", "Criteria", "Prediction", "Setting", "predict", "read_cells", "wrong_cells"]
 
 HERE = Path(__file__).parent
 SPACES = {
@@ -106,9 +106,10 @@ def read_cells() -> list[Cell]:
 
 
 @cache
-def _cost(model_name: str) -> CostModel:
-    cluster = load_cluster("titan-rtx-8")
-    model = load_model(model_name.lower(), Training(precision=Precision.FP32, attention=Attention.PAPER))
+def _cost(model_name: str, machine: str) -> CostModel:
+    cluster = replace(load_cluster(machine), fragmentation=0.0)  # the paper counts what is reserved only
+    precision = Precision.FP32 if cluster.device.tf32_flops_per_s is None else Precision.TF32
+    model = load_model(model_name.lower(), Training(precision=precision, attention=Attention.PAPER))
     return CostModel(model=model, cluster=cluster, conventions=PAPER_SYSTEMS, profile=paper_profile(model, cluster))
 
 
@@ -128,8 +129,8 @@ class _Plan:
 class _Searched:
     """A strategy whose plans come from the search; stages are cut by the paper's guideline "memory" at each batch."""
 
-    def __init__(self, strategy: str, model: str) -> None:
-        self.cost = _cost(model)
+    def __init__(self, strategy: str, model: str, machine: str) -> None:
+        self.cost = _cost(model, machine)
         self.space = space_named(SPACES[strategy])
 
     def best(self, budget: int, batches: Iterable[int]) -> _Plan | None:
@@ -141,6 +142,7 @@ class _Searched:
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
             max_micro_batches=PAPER_MICRO_BATCHES,
+            stages_a_micro_batch=paper_stages_a_micro_batch(self.cost.cluster.devices),
             cuts=CutRule.MEMORY,
         )
         optimum = search(problem)
@@ -153,18 +155,18 @@ class _PurePipeline:
     The cut is the guideline "memory" at the largest batch that fits the least memory the model runs in at all.
     """
 
-    def __init__(self, model: str) -> None:
-        self.cost = _cost(model)
+    def __init__(self, model: str, machine: str) -> None:
+        self.cost = _cost(model, machine)
         self.stages = self.cost.cluster.devices
         self.costs = self.cost.stage(space_named("pp").strategies(1), self.stages)
         names = [kind.name for kind in self.cost.model.kinds]
         self.layers = Layers(np.array([names.index(layer.name) for layer in self.cost.model.layers]), len(names))
         self.positions: tuple[int, ...] | None = None
 
-    def cut(self, budget: int) -> None:
+    def cut(self, budget: int, batches: Sequence[int]) -> None:
         """Settle the cut on the largest batch that fits this memory, unless it is settled or none fits."""
         if self.positions is None:
-            fitting = [batch for batch in _batches() if self._plan(budget, batch, self._balanced(batch))]
+            fitting = [batch for batch in batches if self._plan(budget, batch, self._balanced(batch))]
             self.positions = self._balanced(fitting[-1]) if fitting else None
 
     def best(self, budget: int, batches: Iterable[int]) -> _Plan | None:
@@ -181,8 +183,10 @@ class _PurePipeline:
 
     def _plan(self, budget: int, batch: int, positions: tuple[int, ...]) -> _Plan | None:
         times = []
+        growing = paper_stages_a_micro_batch(self.stages)
+        most = most_micro_batches(PAPER_MICRO_BATCHES, growing, self.stages) or batch
         for micro_batches in divisors(batch):
-            if micro_batches <= PAPER_MICRO_BATCHES:
+            if micro_batches <= most:
                 solved = Combination(
                     self.layers,
                     Candidates(self.costs),
@@ -196,29 +200,41 @@ class _PurePipeline:
         return _Plan(batch, min(times)) if times else None
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a table was measured: the machine, its memories, the largest batch that is tried."""
+
+    machine: str
+    memories_gib: tuple[int, ...]
+    largest_batch: int
+
+    @property
+    def batches(self) -> range:
+        return range(STEP, self.largest_batch + 1, STEP)
+
+
+EIGHT = Setting("titan-rtx-8", (8, 12, 16, 20), LARGEST_BATCH)
+
+
 @cache
-def _system(strategy: str, model: str) -> _Searched | _PurePipeline:
+def _system(strategy: str, model: str, setting: Setting) -> _Searched | _PurePipeline:
     if strategy != "PP":
-        return _Searched(strategy, model)
-    pipeline = _PurePipeline(model)
-    for memory_gib in sorted({cell.memory_gib for cell in read_cells()}):
-        pipeline.cut(memory_gib * GIB)
+        return _Searched(strategy, model, setting.machine)
+    pipeline = _PurePipeline(model, setting.machine)
+    for memory_gib in setting.memories_gib:
+        pipeline.cut(memory_gib * GIB, setting.batches)
     return pipeline
-
-
-def _batches() -> range:
-    return range(STEP, LARGEST_BATCH + 1, STEP)
 
 
 # ----------------------------------------------------------------------------------------------------- predictions
 
 
-def predict(cell: Cell) -> Prediction:
-    system, budget = _system(cell.strategy, cell.model), cell.memory_gib * GIB
-    best = system.best(budget, _batches())
+def predict(cell: Cell, setting: Setting = EIGHT) -> Prediction:
+    system, budget = _system(cell.strategy, cell.model, setting), cell.memory_gib * GIB
+    best = system.best(budget, setting.batches)
     batch = best.batch if best else None
     if best and cell.strategy in PURE:
-        batch = max(size for size in _batches() if system.best(budget, (size,)))
+        batch = max(size for size in setting.batches if system.best(budget, (size,)))
     plan, extra = None, 0.0
     if cell.batch is not None:
         plan = system.best(budget, (cell.batch,))

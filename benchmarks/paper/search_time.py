@@ -28,7 +28,7 @@ from galvatron.core.spec import GPIPE, Training
 from galvatron.core.units import GIB
 from galvatron.families import load_cluster, load_model
 from galvatron.planner.cost import GALVATRON, CostModel
-from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
+from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
 from galvatron.planner.space import space_named
 from table_search import table_search

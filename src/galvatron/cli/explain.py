@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ def command(
     as_json: opt.AsJson = False,
 ) -> None:
     """Explain a plan: why each layer has its strategy, where time and memory go, and how other spaces compare."""
+    from galvatron.planner.plan.assumed import assumed_rates
     from galvatron.planner.plan.explain import explain, time_shares
     from galvatron.planner.plan.plan import Plan
 
@@ -46,6 +48,7 @@ def command(
             {
                 "throughput": explanation.plan.throughput,
                 "time_shares": time_shares(explanation.plan),
+                "assumed_rates": [asdict(rate) for rate in assumed_rates(explanation.plan)],
                 "memory_budget_bytes": explanation.plan.memory_budget_bytes,
                 "stages": [{"memory_bytes": stage.memory_bytes} for stage in explanation.plan.stages],
                 "layers": [

@@ -195,9 +195,10 @@ class Space:
     title: str
     kinds: frozenset[Kind] = frozenset(Kind)
     pipeline: str = "any"
-    """Degrees of pipeline parallelism: "any", "none" (1), "all" (one device a stage) or "two"."""
+    """Degrees of pipeline parallelism: "any", "none" (1), "all" (one device a stage) or "even"."""
     fixed: bool = False
-    """3D: one strategy for all layers, 2-way TP inside DP inside a 2-way pipeline."""
+    """3D: one strategy for all layers, TP inside DP inside a pipeline, of degrees as equal as powers of two can be: two
+    on 8 devices (DeepSpeed's suggestion, which the paper ran), four on 64. Two where devices are no power of two."""
     switches: Switches = PAPER
     confined: tuple[tuple[Kind, int], ...] = ()
     """Kinds of parallelism that must not leave islands of so many devices; 1: they are not used."""
@@ -226,12 +227,10 @@ class Space:
             return (1,)
         if self.pipeline == "all":
             return (devices,)
-        if self.pipeline == "two":
+        if self.pipeline == "even":
             if devices % 4:
-                raise InvalidInput(
-                    f"space 3d combines 2-way TP and 2-way PP: {devices} devices are not a multiple of 4"
-                )
-            return (2,)
+                raise InvalidInput(f"space 3d combines TP and PP: {devices} devices are not a multiple of 4")
+            return (_root(devices, 3),)
         return pipeline_degrees(devices)
 
     @property
@@ -282,8 +281,9 @@ class Space:
     def dense_paths(self, devices: int) -> tuple[Strategy, ...]:
         """Paths of the decision tree that no rule and no limit forbids, without any switch."""
         if self.fixed:
-            data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
-            paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
+            tensor = _root(devices, 2)
+            data = (Axis(Kind.DP, devices // tensor),) if devices > tensor else ()
+            paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, tensor))),)
         else:
             paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
             paths += tuple(context_paths(devices, self.kinds)) if self.has_context else ()
@@ -310,6 +310,14 @@ def _dense_strategies(space: Space, devices: int) -> tuple[Strategy, ...]:
     return tuple(replace(path, **each) for path, own in zip(paths, kinds, strict=True) for each in flags[own])
 
 
+def _root(devices: int, degree: int) -> int:
+    """The power of two nearest to the square or cube root of so many devices, at least two; two where they are no power
+    of two."""
+    if devices & (devices - 1):
+        return 2
+    return max(2, int(2 ** (((devices.bit_length() - 1) + (degree == 3)) // degree)))
+
+
 def _contradictory(flags: dict[str, Any]) -> bool:
     return any(flags.get(switch.name) and flags.get(other) for switch in LAYER_SWITCHES for other in switch.without)
 
@@ -326,9 +334,9 @@ SPACES = (
     Space(name="sdp", title="sharded data parallelism on all devices", kinds=frozenset({Kind.SDP}), pipeline="none"),
     Space(
         name="3d",
-        title="2-way PP over DP over 2-way TP, everywhere",
+        title="PP over DP over TP of one degree everywhere (2-way each on 8 devices)",
         kinds=frozenset(DENSE_KINDS),
-        pipeline="two",
+        pipeline="even",
         fixed=True,
     ),
     Space(name="dp+tp", title="DP and TP, chosen layer by layer", kinds=frozenset({Kind.DP, Kind.TP}), pipeline="none"),

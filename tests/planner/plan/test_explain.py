@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ import galvatron
 from galvatron import Infeasible, InvalidInput
 from galvatron.core.units import GIB
 from galvatron.planner.plan.advice import make_plan, smallest_budget
+from galvatron.planner.plan.assumed import assumed_rates
 from galvatron.planner.plan.compare import compare
 from galvatron.planner.plan.explain import explain, request_of, time_shares
 from galvatron.planner.plan.planner import Request, try_plan
@@ -104,3 +106,46 @@ def test_python_and_command_line_share_their_options() -> None:
     assert plan.model.training.sequence_length == 512, "what was left open is written out"
     with pytest.raises(InvalidInput, match="zigzag"):
         galvatron.plan("bert-base", "titan-rtx-8", schedule="zigzag")
+
+
+def test_rates_are_those_that_the_prices_assume() -> None:
+    """On the H100's preset a block of Llama 8B is far from the peak, and its head nearer; the plan's own share of peak
+    is below both. One rate where there is no roofline."""
+    plan = galvatron.plan("llama3-8b", "h100-8", batch=16, recompute=False)
+    rates = assumed_rates(plan)
+    peak = plan.cluster.facts.device.bf16_peak_flops_per_s
+    assert peak is not None
+    reached = 3 * plan.model.spec().forward_flops * plan.throughput / plan.cluster.devices / peak
+    blocks = [rate.share for rate in rates if rate.layer == "decoder"]
+    assert all(share is not None and reached < share < 591e12 / peak for share in blocks)
+    assert {rate.basis for rate in rates} == {"roofline of the device"}
+    assert {rate.layer for rate in rates} == {"decoder", "head"}, "an embedding has no products"
+    titan = assumed_rates(galvatron.plan("bert-large", "titan-rtx-8", batch=8))
+    assert {(round(rate.flops_per_s), rate.share, rate.basis) for rate in titan} == {
+        (9 * 10**12, None, "one rate of the device")
+    }
+    measured = assumed_rates(galvatron.plan("bert-huge-32", "titan-rtx-8", batch=8, paper=True))
+    assert {rate.basis for rate in measured if rate.layer == "encoder"} == {"measured"}
+    assert not assumed_rates(galvatron.plan("llama3-8b", "h100-8", batch=16, lora=8))
+
+
+def test_deep_pipelines_of_the_papers_setting_have_more_micro_batches(tmp_path: Path) -> None:
+    """Four on 8 devices, one for two stages beyond; who says how many gets no more. The file says so, and is read."""
+    plan = galvatron.plan("bert-huge-32", "titan-rtx-16", batch=16, space="pp", paper=True)
+    assert (plan.pipeline_degree, plan.micro_batches) == (16, 8)
+    plan.save(tmp_path / "plan.json")
+    read = galvatron.Plan.load(tmp_path / "plan.json")
+    assert read == plan
+    again = try_plan(request_of(read))
+    assert again is not None
+    assert again.to_json() == plan.to_json()
+    (tmp_path / "plan.json").write_text(
+        plan.to_json().replace('"stages_a_micro_batch": 2', '"stages_a_micro_batch": 4')
+    )
+    with pytest.raises(InvalidInput, match="max_micro_batches: 4, but the plan has 8"):
+        galvatron.Plan.load(tmp_path / "plan.json")
+    told = galvatron.plan("bert-huge-32", "titan-rtx-16", batch=16, space="pp", paper=True, max_micro_batches=4)
+    assert told.micro_batches == 4
+    small = galvatron.plan("bert-huge-32", "titan-rtx-8", batch=16, space="pp", paper=True)
+    assert small.micro_batches == 4
+    assert "stages_a_micro_batch" not in small.to_json()

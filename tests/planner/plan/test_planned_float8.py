@@ -29,8 +29,8 @@ def test_a_layer_s_time_is_counted_by_hand() -> None:
     weights = 2 * 4096 * 4096 + 3 * 4096 * 14336
     inputs, outputs = 4 * 4096 + 14336, 3 * 4096 + 2 * 14336
     assert device.float8_flops_per_s is not None
-    assert device.bf16_flops_per_s is not None
-    flops = 3 * 2 * tokens * weights * (1 / device.float8_flops_per_s - 1 / device.bf16_flops_per_s)
+    assert device.bf16_products_flops_per_s is not None
+    flops = 3 * 2 * tokens * weights * (1 / device.float8_flops_per_s - 1 / device.bf16_products_flops_per_s)
     casts = 5 * (2 * tokens * (inputs + outputs) + 2 * weights) / device.memory_bytes_per_s
     assert _time("sdp8+f8", 1, tokens) - _time("sdp8", 1, tokens) == pytest.approx(layers * (flops + casts), rel=1e-3)
 

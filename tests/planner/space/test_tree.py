@@ -153,6 +153,16 @@ def test_unknown_names_and_impossible_shapes_are_the_users_mistakes() -> None:
         space_named("3d").pipeline_degrees(6)
 
 
+@pytest.mark.parametrize(
+    ("devices", "stages", "strategy"),
+    [(12, 2, "dp3-tp2"), (16, 2, "dp4-tp2"), (32, 4, "dp4-tp2"), (64, 4, "dp4-tp4"), (512, 8, "dp8-tp8")],
+)
+def test_three_dimensions_have_degrees_as_equal_as_can_be(devices: int, stages: int, strategy: str) -> None:
+    space = space_named("3d")
+    assert space.pipeline_degrees(devices) == (stages,)
+    assert [str(each) for each in space.strategies(devices // stages)] == [strategy]
+
+
 def test_three_dimensions_on_the_smallest_cluster() -> None:
     """On 4 devices a stage has 2, all of them TP: no axis of degree one is left over."""
     assert space_named("3d").strategies(2) == (Strategy((Axis(Kind.TP, 2),)),)

@@ -60,6 +60,10 @@ _DEVICE = Table(
         Key("bf16", "bf16_flops_per_s", COMPUTE_RATE, "the same in bf16; left out where the device has none"),
         Key("tf32", "tf32_flops_per_s", COMPUTE_RATE, "the same with fp32 tensors and TF32 products, if any"),
         Key("float8", "float8_flops_per_s", COMPUTE_RATE, "the same of products in float8, without casting, if any"),
+        Key("bf16_products", "bf16_products_flops_per_s", COMPUTE_RATE, "rate of large matrix products in bf16"),
+        Key("bf16_attention", "bf16_attention_flops_per_s", COMPUTE_RATE, "rate of fused attention's forward in bf16"),
+        Key("traffic", "traffic", number(0, 100), "bytes moved for each byte that a layer's forward saves"),
+        Key("compiled_traffic", "compiled_traffic", number(0, 100), "the same where blocks are compiled"),
         Key("layer_overhead", "layer_overhead_s", _LATENCY, "time a layer's forward takes however small its work"),
         Key("fp32_peak", "fp32_peak_flops_per_s", COMPUTE_RATE, "the data sheet's rate, to show a plan's share of it"),
         Key("bf16_peak", "bf16_peak_flops_per_s", COMPUTE_RATE, "the same in bf16, without sparsity"),
@@ -172,6 +176,13 @@ def _checked(cluster: Cluster, file: str) -> Cluster:
         )
     if (cluster.device.host_bytes_per_s is None) != (cluster.device.host_memory_bytes is None):
         raise InvalidInput(f"{file}: device has one of host_bandwidth and host_memory; expected both or neither")
+    device = cluster.device
+    roofline = (device.bf16_products_flops_per_s, device.bf16_attention_flops_per_s)
+    if len({each is None for each in (*roofline, device.traffic, device.compiled_traffic)}) > 1:
+        raise InvalidInput(
+            f"{file}: device has some of bf16_products, bf16_attention, traffic and compiled_traffic; expected all of "
+            "them or none"
+        )
     seen: set[tuple[int, ...]] = set()
     for index, group in enumerate(cluster.groups):
         if group.ranks[0] != 0 or group.ranks[-1] >= cluster.devices or group.ranks in seen:

@@ -1,6 +1,6 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
-from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
+from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup, Roofline
 from galvatron.core.spec.layout import (
     Factor,
     Factors,
@@ -81,6 +81,7 @@ __all__ = [
     "OptimizerSpec",
     "Pass",
     "Precision",
+    "Roofline",
     "Schedule",
     "SequenceChange",
     "Strategy",

@@ -22,7 +22,7 @@ from galvatron.core.spec.figures import MOST_DEVICES, check_figures
 from galvatron.core.spec.layout import Factor, degree_of
 from galvatron.core.spec.training import Precision
 
-__all__ = ["MOST_MEMORY_BYTES", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+__all__ = ["MOST_MEMORY_BYTES", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup", "Roofline"]
 
 MOST_MEMORY_BYTES = 2**43
 """Of one device, 8 TiB: less than what the search takes for more than any device has."""
@@ -30,6 +30,20 @@ MOST_MEMORY_BYTES = 2**43
 
 _PEAKS = ("fp32_peak_flops_per_s", "bf16_peak_flops_per_s")
 """Fields of a device that are shown only."""
+_ROOFLINE = ("bf16_products_flops_per_s", "bf16_attention_flops_per_s", "traffic", "compiled_traffic")
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What bounds the computation of a layer on a device."""
+
+    products_flops_per_s: float
+    """Of large matrix products."""
+    attention_flops_per_s: float
+    """Of a fused attention kernel's forward."""
+    memory_bytes_per_s: float
+    traffic: float
+    """Bytes moved beside products, for each byte that a layer's forward saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +62,18 @@ class Device:
     """Achieved rate with fp32 tensors and TF32 products; None: the device has none."""
     float8_flops_per_s: float | None = None
     """Achieved rate of products in float8, scaled by rows, without casting; None: the device has none."""
+    bf16_products_flops_per_s: float | None = None
+    """Rate of large matrix products in bf16. With the three that follow, layers that nobody measured are priced by a
+    roofline in place of one rate: products, fused attention and memory traffic apart; None: there is one rate."""
+    bf16_attention_flops_per_s: float | None = None
+    """Rate of a fused attention kernel's forward in bf16."""
+    traffic: float | None = None
+    """Bytes that a layer's forward moves through memory beside its products, for each byte that it saves."""
+    compiled_traffic: float | None = None
+    """The same where blocks are compiled, which fuses operations."""
     layer_overhead_s: float = 0.0
-    """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice."""
+    """Time a layer's forward takes however small its work: kernel launches, Python. Backward takes it twice. Launches
+    run ahead of the device, so where there is a roofline it is the least time of a layer, not on top."""
     compiles: bool = True
     """Whether blocks are compiled for it where nobody says; not on processors, where that gains little."""
     fp32_peak_flops_per_s: float | None = None
@@ -81,6 +105,21 @@ class Device:
         if rate is None:
             raise InvalidInput(f"device {self.name!r} has no {precision} arithmetic; use --precision fp32")
         return rate
+
+    def roofline(self, precision: Precision, *, compiled: bool) -> Roofline | None:
+        """Products, fused attention and memory traffic apart; None: all that is known is one rate. TF32 has half the
+        rates of bf16, as data sheets have it."""
+        rates = self.bf16_products_flops_per_s, self.bf16_attention_flops_per_s
+        traffic = self.compiled_traffic if compiled else self.traffic
+        if rates[0] is None or rates[1] is None or traffic is None or precision is Precision.FP32:
+            return None
+        share = 0.5 if precision is Precision.TF32 else 1.0
+        return Roofline(share * rates[0], share * rates[1], self.memory_bytes_per_s, traffic)
+
+    def products_flops_per_s(self, precision: Precision) -> float:
+        """The rate of matrix products: apart, or that of a layer."""
+        roofline = self.roofline(precision, compiled=False)
+        return self.flops_per_s(precision) if roofline is None else roofline.products_flops_per_s
 
     @property
     def offloads(self) -> bool:
@@ -333,7 +372,7 @@ class Cluster:
         facts = asdict(self)
         if self.device.compiles:
             del facts["device"]["compiles"]
-        later = ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s", *_PEAKS)
+        later = ("host_bytes_per_s", "host_memory_bytes", "tf32_flops_per_s", "float8_flops_per_s", *_PEAKS, *_ROOFLINE)
         for name in (*later, "price_per_hour", "power_w"):
             if facts["device"][name] is None:
                 del facts["device"][name]

@@ -53,6 +53,7 @@ _RANGES = {
     "per_hour": _Range(0, 1e9, whole=False),
     "w": _Range(0, 1e9, whole=False),
     "collectives": _Range(0, 1000),
+    "traffic": _Range(0, 100, whole=False),
     "ratio": _Range(0, 1e6, whole=False),
     "share": _Range(0, 1e6, whole=False),
     "imbalance": _Range(1, 2**20, whole=False),

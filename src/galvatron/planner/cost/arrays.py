@@ -52,6 +52,9 @@ Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 Places = NDArray[np.intp]
 
+_WRITTEN_AND_READ = 2.0
+"""Times that memory moves a byte which is recomputed, where forward's own traffic is not known."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertColumns:
@@ -236,6 +239,8 @@ def layer_arrays(
     names = [layer.name for layer in model.layers]
     experts = _expert_columns(kinds, strategies, forward_s, backward_s)
     own = np.array([bool(strategy.experts) for strategy in strategies])
+    roofline = cluster.device.roofline(model.training.precision, compiled=model.training.compile)
+    traffic = _WRITTEN_AND_READ if roofline is None else roofline.traffic
     return LayerArrays(
         split_parameters=column([kind.parameters - rest for kind, rest in zip(kinds, whole, strict=True)]),
         replicated_parameters=column(whole),
@@ -269,8 +274,8 @@ def layer_arrays(
         tp_message_bytes=column([0 if tp is None else tp.message_bytes for tp in tensor]),
         experts=experts,
         fused=loss_columns(model, cluster, profile),
-        selective=grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
-        but_attention=grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
+        selective=grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs", traffic),
+        but_attention=grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra", traffic),
         context=context_columns(kinds),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),

@@ -43,6 +43,8 @@ class GradeColumns:
     """Of forward, for each sample: of its operations, or of its time as measured."""
     fixed_s: Floats
     """However few the samples; not a number where it was not measured."""
+    traffic: Floats
+    """Bytes that recomputing moves through memory for each byte that was not kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
 
 
 def grade_columns(
-    kinds: Sequence[LayerSpec], facts: Sequence[Kept | None], profile: ModelProfile | None, grade: str
+    kinds: Sequence[LayerSpec], facts: Sequence[Kept | None], profile: ModelProfile | None, grade: str, traffic: float
 ) -> GradeColumns:
     """Of the kinds of layer that can keep some results: counted, or as a profile measured them."""
     kept = [own or Kept(split_bytes=0, flops=0) for own in facts]
@@ -108,4 +110,5 @@ def grade_columns(
         measured_bytes=column([own.activation_bytes if own else np.nan for own in measured]),
         share=column([own.share if own else share for own, share in zip(measured, counted, strict=True)]),
         fixed_s=column([own.fixed_s if own else np.nan for own in measured]),
+        traffic=column([traffic] * len(kept)),
     )

@@ -56,8 +56,8 @@ def graded_bytes(full: Floats, layers: LayerArrays, strategies: StrategyArrays) 
 def graded_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device) -> Floats:
     """Recomputing all but some results: as measured, else their share of forward's operations.
 
-    What selective recompute does again has hardly any operations. It takes the time in which memory is written and read
-    once for each byte that is not kept.
+    What selective recompute does again has hardly any operations. It takes as long as the traffic through memory for
+    each byte that is not kept: that of a forward by a roofline, else writing and reading it once.
     """
     seconds = np.zeros((1, 1))
     for chosen, columns in (
@@ -70,7 +70,9 @@ def graded_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, d
     full = full_activation_bytes(layers, strategies)
     dropped = samples * (full - graded_bytes(full, layers, strategies))
     moved = strategies.selective_recompute * np.isnan(layers.selective.fixed_s)
-    total: Floats = layers.has_backward * (seconds + moved * 2 * dropped / device.memory_bytes_per_s)
+    total: Floats = layers.has_backward * (
+        seconds + moved * layers.selective.traffic * dropped / device.memory_bytes_per_s
+    )
     return total
 
 

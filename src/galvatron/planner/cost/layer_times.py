@@ -8,6 +8,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, LayerSpec, ModelProfile, ModelSpec
 from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.tuning import Tuning, stock_kind
+from galvatron.planner.cost.roofline import least_times, roofline_times
 
 __all__ = ["Variant", "measured_times"]
 
@@ -29,8 +30,13 @@ def measured_times(
     tuning, name = kind.tuning or Tuning(), stock_kind(kind.name) if kind.tuning else kind.name
     time = profile.time_of(name, tp, sequence_parallel=sequence_parallel, fused_loss=fused) if profile else None
     memory = profile.memory_of(name, tp, sequence_parallel=sequence_parallel) if profile else None
+    training = model.training
+    roofline = None if time else cluster.device.roofline(training.precision, compiled=training.compile)
     if time:
         forward_s, ratio = time.forward_s, time.backward_ratio
+    elif roofline:
+        forward_s, back_s = roofline_times(kind, roofline, training, tp=tp, sequence_parallel=sequence_parallel)
+        ratio = back_s / forward_s if forward_s else 2.0
     else:
         forward_s, ratio = kind.forward_flops / cluster.device.flops_per_s(model.training.precision), 2.0
     apart = profile.expert_times(name) if profile and own else {}
@@ -40,10 +46,12 @@ def measured_times(
         scale = min(each.forward_s for each in apart.values()) / whole.forward_s
         ratio *= backward_s / (whole.forward_s * whole.backward_ratio) / scale
         forward_s *= scale
-    if kind.tensor_parallel is not None:
+    if kind.tensor_parallel is not None and not roofline:
         forward_s *= _work_left(kind, tp) / _work_left(kind, time.tp if time else 1)
     fixed = (time.forward_fixed_s, time.backward_fixed_s) if time else (None, None)
     least = (time.forward_least_s, time.backward_least_s) if time else (0.0, 0.0)
+    if roofline:
+        fixed, least = (0.0, 0.0), least_times(kind, cluster.device, training, tp=tp, own_experts=own)
     more = (time.forward_sharded_s, time.backward_sharded_s) if time and sharded else (0.0, 0.0)
     if time and tuning.adapter_flops:  # it was measured without them
         forward_s *= kind.forward_flops / (kind.forward_flops - tuning.adapter_flops)
@@ -71,7 +79,7 @@ def _in_float8(
     """Forward and backward of a sample, and casting the weights once, where products are in float8: these take less and
     casting is added. No pass gets faster than if all of it were such products."""
     device, precision = cluster.device, model.training.precision
-    narrow, wide = device.float8_flops_per_s, device.flops_per_s(precision)
+    narrow, wide = device.float8_flops_per_s, device.products_flops_per_s(precision)
     if narrow is None:
         raise InvalidInput(f"device {device.name!r} has no float8 that is known; leave +f8 out")
     casts = [size / device.memory_bytes_per_s for size in part.cast_bytes(precision.bytes)]

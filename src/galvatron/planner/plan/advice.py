@@ -16,7 +16,7 @@ from galvatron.families import load_model
 from galvatron.planner.cost import NEVER
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
-from galvatron.planner.search import Feasibility, Tell
+from galvatron.planner.search import Feasibility, Tell, most_micro_batches
 from galvatron.planner.space import Space
 
 __all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget", "with_adapters"]
@@ -63,7 +63,8 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
                 ", ".join(map(str, numbers)) for numbers in (kind.tensor_parallel.divides, tensor_degrees)
             )
             return f"{where} a TP degree of {degrees} does not divide the heads of {kind.name!r} ({heads})"
-    most, least = request.max_micro_batches, request.schedule.least_micro_batches(degree)
+    most = most_micro_batches(request.max_micro_batches, request.stages_a_micro_batch, degree)
+    least = request.schedule.least_micro_batches(degree)
     if most is not None and most < least:
         return f"{where} {request.schedule.title} needs at least {least} micro-batches, but at most {most} are allowed"
     data = ", ".join(str(d) for d in sorted({strategy.data_degree for strategy in strategies}))

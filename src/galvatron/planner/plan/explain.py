@@ -114,6 +114,7 @@ def request_of(plan: Plan) -> Request:
         conventions=conventions,
         profile=plan.profile,
         max_micro_batches=space.max_micro_batches,
+        stages_a_micro_batch=space.stages_a_micro_batch,
         limits=space.limits,
     )
 

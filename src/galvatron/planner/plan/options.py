@@ -66,7 +66,7 @@ class Setup(_Sizes, SwitchChoices, total=False):
     attention, its space and pruning, the systems of its time; unless said otherwise also its guideline for cuts (by
     memory) and few micro-batches."""
 
-    paper: Annotated[bool, "Plan as the paper did: GPipe, fp32, no recompute, its attention and search space."]
+    paper: Annotated[bool, "Plan as the paper did: GPipe, fp32 (TF32 where GPUs have it), no recompute, its space."]
 
 
 def setup_fields() -> dict[str, Any]:

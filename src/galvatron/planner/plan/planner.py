@@ -72,6 +72,8 @@ class Request:
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
     max_micro_batches: int | None = None
+    stages_a_micro_batch: int | None = None
+    """Whether deep pipelines may have more micro-batches than that: one for so many stages; None: they may not."""
     time_limit_s: float | None = None
     """After which the best plan so far must do; None: until it is proven."""
     limits: Limits | None = None
@@ -175,6 +177,7 @@ class Request:
             budget=self.cluster.tensor_bytes(self.budget_bytes),
             batches=self.batches,
             max_micro_batches=self.max_micro_batches,
+            stages_a_micro_batch=self.stages_a_micro_batch,
             cuts=self.cuts,
         )
 
@@ -254,6 +257,7 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
             conventions=request.conventions.name,
             batches=request.batches,
             max_micro_batches=request.max_micro_batches,
+            stages_a_micro_batch=request.stages_a_micro_batch,
             limits=request.limits or None,
         ),
         memory_budget_bytes=request.budget_bytes,

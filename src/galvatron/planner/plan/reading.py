@@ -14,7 +14,7 @@ from galvatron.core.spec import LAYER_SWITCHES, Kind, LayerSpec, Strategy, optim
 from galvatron.core.spec.figures import MOST_LAYERS, MOST_SAMPLES
 from galvatron.planner.cost import CONVENTIONS
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
-from galvatron.planner.search import CutRule
+from galvatron.planner.search import CutRule, most_micro_batches
 from galvatron.planner.space import space_named
 
 __all__ = ["read_plan"]
@@ -125,7 +125,10 @@ def _check_space(plan: PlanRecord) -> None:
             f"space.batches: they are not from 1 to {MOST_SAMPLES}, or do not hold the plan's batch of {plan.batch}"
         )
     _check_limits(plan)
-    if space.max_micro_batches is not None and space.max_micro_batches < plan.micro_batches:
+    if not 0 < (1 if space.stages_a_micro_batch is None else space.stages_a_micro_batch) <= 1_000_000:
+        raise InvalidInput(f"space.stages_a_micro_batch: {space.stages_a_micro_batch} given; expected from 1 on")
+    most = most_micro_batches(space.max_micro_batches, space.stages_a_micro_batch, plan.pipeline_degree)
+    if most is not None and most < plan.micro_batches:
         raise InvalidInput(
             f"space.max_micro_batches: {space.max_micro_batches}, but the plan has {plan.micro_batches} micro-batches"
         )

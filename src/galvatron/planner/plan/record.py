@@ -97,6 +97,9 @@ class SpaceFacts(Switches, _SpaceName):
     batches: tuple[int, ...]
     """Batch sizes considered."""
     max_micro_batches: int | None
+    stages_a_micro_batch: int | None = None
+    """Deep pipelines may have one micro-batch for so many stages; only plans where that is more than the limit have
+    it."""
     limits: Limits | None = None
     """What else was ruled out; only plans made within limits have it."""
 
@@ -244,8 +247,9 @@ class PlanRecord:
         ):
             if not facts["space"][name]:
                 del facts["space"][name]
-        if self.space.limits is None:
-            del facts["space"]["limits"]
+        for name in ("limits", "stages_a_micro_batch"):
+            if facts["space"][name] is None:
+                del facts["space"][name]
         if all(kind.experts is None for kind in self.model.kinds):
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:

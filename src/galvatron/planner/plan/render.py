@@ -15,6 +15,7 @@ from rich.text import Text
 
 from galvatron.core.spec import ADAMW, LAYER_SWITCHES, SWITCHES
 from galvatron.core.units import GIB, format_bytes, format_count, format_seconds
+from galvatron.planner.plan.assumed import assumed_rates
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
 from galvatron.planner.plan.plan import Plan
@@ -130,7 +131,8 @@ def _rules(plan: Plan) -> str:
     if space.cuts != "exact":
         rules.append(f"cuts by {space.cuts}")
     if space.max_micro_batches is not None:
-        rules.append(f"at most {space.max_micro_batches} micro-batches")
+        deep = "" if space.stages_a_micro_batch is None else f", or one for {space.stages_a_micro_batch} stages"
+        rules.append(f"at most {space.max_micro_batches} micro-batches{deep}")
     if space.limits:
         rules.append(f"within {space.limits}")
     return f" ({'; '.join(rules)})" if rules else ""
@@ -195,6 +197,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         plan_view(plan),
         Text("\nWhere the time of an iteration goes (slowest stage)", style="bold"),
         _shares(plan),
+        *_rates(plan),
         Text("\nStages and layers", style="bold"),
         _layers(explanation),
         Text(f"\nMemory of a device at the peak, in GiB, of {format_bytes(plan.memory_budget_bytes)}", style="bold"),
@@ -256,6 +259,19 @@ def _shares(plan: Plan) -> Table:
         if share >= 0.0005:
             table.add_row(f"{share:6.1%}", _bar(share), name)
     return table
+
+
+def _rates(plan: Plan) -> Iterator[RenderableType]:
+    """What prices assume of the computation itself."""
+    rates = assumed_rates(plan)
+    if not rates:
+        return
+    yield Text("\nComputation, as assumed: forward and backward, while they run", style="bold")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for rate in rates:
+        share = "" if rate.share is None else f"{rate.share:.0%} of peak"
+        table.add_row(rate.layer, rate.strategy, f"{rate.flops_per_s / 1e12:.4g} TFLOP/s", share, rate.basis)
+    yield table
 
 
 def _layers(explanation: Explanation) -> Table:

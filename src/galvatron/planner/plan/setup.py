@@ -39,14 +39,12 @@ from galvatron.families import load_cluster, load_model, load_profile, paper_pro
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
 from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
+from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_precision, paper_stages_a_micro_batch
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "cluster_for", "request_for", "training_of"]
-
-PAPER_MICRO_BATCHES = 4
-"""Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
+__all__ = ["Setup", "Source", "cluster_for", "request_for", "training_of"]
 
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
@@ -117,6 +115,7 @@ def request_for(
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
         profile=_profile(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
+        stages_a_micro_batch=paper_stages_a_micro_batch(cluster.devices) if paper and most is None else None,
         limits=_limits(setup),
     )
 
@@ -281,7 +280,7 @@ def _reject_contradictions(setup: Setup) -> None:
     """``paper`` fixes what the paper fixed; asking for something else at the same time is a mistake."""
     fixed = {
         "schedule": (GPIPE.name,),
-        "precision": ("fp32",),
+        "precision": ("fp32", "tf32"),
         "attention": ("eager", "paper"),
         "optimizer": (ADAMW.name,),
     }
@@ -306,7 +305,7 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
     attention = _chosen(Attention, setup.get("attention"), "attention", Attention.FUSED)
     paper, optimizer = setup.get("paper", False), setup.get("optimizer")
     return Training(
-        precision=Precision.FP32 if paper else chosen,
+        precision=paper_precision(setup.get("precision"), device) if paper else chosen,
         attention=Attention.PAPER if paper else attention,
         dropout=setup.get("dropout"),
         sequence_length=setup.get("sequence_length"),

@@ -4,7 +4,7 @@ from galvatron.planner.search.candidates import Candidates
 from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule
 from galvatron.planner.search.feasibility import Feasibility, least_budget
-from galvatron.planner.search.outer import Optimum, Problem, Proof, search
+from galvatron.planner.search.outer import Optimum, Problem, Proof, most_micro_batches, search
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
 from galvatron.planner.search.watch import Tell, Watch
 
@@ -23,6 +23,7 @@ __all__ = [
     "Tell",
     "Watch",
     "least_budget",
+    "most_micro_batches",
     "search",
     "solve_stage",
 ]

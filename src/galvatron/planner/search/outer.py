@@ -27,7 +27,7 @@ from galvatron.planner.search.layers import Layers
 from galvatron.planner.search.watch import UNWATCHED, OutOfTime, Watch
 from galvatron.planner.space import Space, divisors
 
-__all__ = ["Optimum", "Problem", "Proof", "Search", "search"]
+__all__ = ["Optimum", "Problem", "Proof", "Search", "most_micro_batches", "search"]
 
 _CHUNK = 1_000_000
 """Table entries priced at once when combinations are bounded."""
@@ -63,10 +63,23 @@ class Problem:
     """Bytes for tensors on each device."""
     batches: tuple[int, ...]
     max_micro_batches: int | None = None
+    stages_a_micro_batch: int | None = None
+    """Deep pipelines may have more than that: one micro-batch for so many stages; None: they may not."""
     max_micro_batch: int | None = None
     """Most samples of a micro-batch."""
     cuts: CutRule = CutRule.EXACT
     watch: Watch = UNWATCHED
+
+    def most_micro_batches(self, degree: int) -> int | None:
+        """Most micro-batches of a pipeline with so many stages; None: any number."""
+        return most_micro_batches(self.max_micro_batches, self.stages_a_micro_batch, degree)
+
+
+def most_micro_batches(limit: int | None, stages_a_micro_batch: int | None, degree: int) -> int | None:
+    """The limit, or where deep pipelines may have more, one for so many stages if that is more; None: any number."""
+    if limit is None or stages_a_micro_batch is None:
+        return limit
+    return max(limit, degree // stages_a_micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +285,7 @@ class Search:
 
     def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
         """Counts that divide the batch and that the schedule can run."""
-        most, largest = self.problem.max_micro_batches or batch, self.problem.max_micro_batch or batch
+        most, largest = self.problem.most_micro_batches(degree) or batch, self.problem.max_micro_batch or batch
         if degree == 1 and not self.problem.space.switches.accumulation:
             return [1] if batch <= largest else []
         counts = [count for count in divisors(batch) if count <= most and batch // count <= largest]
