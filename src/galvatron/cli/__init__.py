@@ -25,6 +25,7 @@ from galvatron.cli import (
     profile,
     rehearse,
     strategies,
+    studio,
     train,
 )
 from galvatron.core.errors import GalvatronError
@@ -40,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PANELS = {
-    "Plan": (plan, explain, compare, strategies),
+    "Plan": (plan, explain, compare, strategies, studio),
     "Train": (train, checkpoints, export),
     "Try out": (check, rehearse, doctor),
     "What is known": (models, clusters),

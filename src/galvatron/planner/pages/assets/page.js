@@ -1,7 +1,8 @@
 "use strict";
-// Draws the charts of a page from the JSON beside it. Every mark has an aria-label with its value.
+// Draws the charts of a page from the JSON beside it, or from what drawFacts is given. Every mark has an aria-label with
+// its value.
 (() => {
-  const facts = JSON.parse(document.getElementById("facts").textContent);
+  let facts = JSON.parse(document.getElementById("facts")?.textContent ?? "{}");
   const style = { "--plot-background": "var(--panel)", background: "transparent", fontSize: "12px" };
   const round = (value) => Number(value.toPrecision(3)).toString();
   const seconds = (s) => (s >= 1 ? `${round(s)} s` : s >= 1e-3 ? `${round(s * 1e3)} ms` : `${round(s * 1e6)} µs`);
@@ -214,12 +215,18 @@
 
   const tools = { "zoom-in": () => move(0, 0.5), "zoom-out": () => move(0, 2), "zoom-all": () => move(0, 1e9, 0.5),
     "go-left": () => move(-(view.to - view.from) / 3, 1), "go-right": () => move((view.to - view.from) / 3, 1) };
-  for (const [name, act] of Object.entries(tools)) document.getElementById(name)?.addEventListener("click", act);
+  document.addEventListener("click", (event) => tools[event.target.id]?.());
   let width = document.body.clientWidth;
   new ResizeObserver(() => {
     if (document.body.clientWidth === width) return;
     width = document.body.clientWidth;
     draw();
   }).observe(document.body);
+  /** Draw other facts into the places that the page has for them now. */
+  globalThis.drawFacts = (others) => {
+    facts = others;
+    Object.assign(view, { from: 0, to: 1 });
+    draw();
+  };
   draw();
 })();
