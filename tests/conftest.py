@@ -15,7 +15,7 @@ hypothesis.settings.load_profile("any machine")
 _HERE = Path(__file__).parent
 _ORACLES = (
     "planner/search", "planner/cost", "planner/pages", "families", "runtime", "measure", "measure/rehearsal", "train",
-    "train/checkpoints", "core/files", "benchmarks",
+    "train/checkpoints", "core/files", "benchmarks", "studio",
 )  # fmt: skip
 for folder in (
     _HERE.parent / "benchmarks",

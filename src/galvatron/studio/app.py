@@ -21,7 +21,7 @@ from galvatron.planner.plan.options import help_of
 from galvatron.planner.space import SPACES
 from galvatron.studio.guard import Application, Guard, TooLarge
 from galvatron.studio.question import SETUP, question_of
-from galvatron.studio.reply import DOWNLOADS, planned, price, reply
+from galvatron.studio.reply import DOWNLOADS, advice, planned, price, reply
 
 __all__ = ["studio"]
 
@@ -47,6 +47,7 @@ def studio(port: int) -> Application:
     answers = [
         Route("/plan", _answers(one, lambda text: reply(question_of(text))), methods=["POST"]),
         Route("/price", _answers(one, lambda text: price(question_of(text))), methods=["POST"]),
+        Route("/advice", _answers(one, lambda text: advice(question_of(text))), methods=["POST"]),
         Route("/known", _known),
         *(Route(f"/download/{each.file}", _download(one, each.make), methods=["POST"]) for each in DOWNLOADS),
     ]
@@ -82,8 +83,13 @@ async def _known(_: Request) -> Response:
 
 
 def _kind(name: str) -> dict[str, Any]:
+    """A preset, and whether it comes in any number of nodes."""
     cluster = load_cluster(name)
-    return {"name": name, "device": cluster.device.name, "devices": cluster.devices}
+    try:
+        grows = load_cluster(name, devices=2 * cluster.devices).devices > cluster.devices
+    except InvalidInput:
+        grows = False
+    return {"name": name, "device": cluster.device.name, "devices": cluster.devices, "grows": grows}
 
 
 def _answers(one: threading.Lock, answer: Callable[[str], Any]) -> Callable[[Request], Awaitable[Response]]:

@@ -11,7 +11,7 @@ from galvatron.core.errors import Infeasible
 from galvatron.core.files.clusters import dump_cluster
 from galvatron.core.units import format_bytes
 from galvatron.planner.pages.plan_page import plan_cards, plan_facts, plan_page, plan_sections, plan_subtitle
-from galvatron.planner.plan.advice import make_plan
+from galvatron.planner.plan.advice import make_plan, remedies
 from galvatron.planner.plan.answer_tables import answer_entry
 from galvatron.planner.plan.answers import answer, sort_of
 from galvatron.planner.plan.explain import reasons
@@ -21,7 +21,7 @@ from galvatron.planner.plan.trace import predicted_events, trace_text
 from galvatron.studio.question import Question
 from galvatron.studio.what_ifs import what_ifs
 
-__all__ = ["DOWNLOADS", "Download", "planned", "price", "reply"]
+__all__ = ["DOWNLOADS", "Download", "advice", "planned", "price", "reply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,13 @@ DOWNLOADS = (
 
 
 def planned(question: Question) -> Plan:
-    """The best plan. Raises :class:`Infeasible` with advice, or :class:`InvalidInput`."""
-    return make_plan(question.request)
+    """The best plan. Raises :class:`Infeasible`, for which there is :func:`advice`, or :class:`InvalidInput`."""
+    return make_plan(question.request, advised=False)
+
+
+def advice(question: Question) -> dict[str, Any]:
+    """What would fit, for a question that has no plan: trying it out takes longer than finding that nothing fits."""
+    return {"advice": list(remedies(question.request))}
 
 
 def price(question: Question) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def reply(question: Question) -> dict[str, Any]:
 
 
 def _refused(error: Infeasible) -> dict[str, Any]:
-    return {"fits": False, "problem": str(error.args[0]), "advice": list(error.advice)}
+    return {"fits": False, "problem": str(error.args[0])}
 
 
 def _about(question: Question) -> dict[str, Any]:

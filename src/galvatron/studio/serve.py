@@ -26,9 +26,9 @@ def serve(port: int, ready: Callable[[str], None]) -> None:
         raise InvalidInput(
             f"studio: {error.name or error} is not installed; install galvatron[studio], or use 'galvatron plan'"
         ) from None
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration that names something of the hub gets nothing
     # In an empty folder no text of a page can be the name of a file beside it.
     with _listening(port) as listening, tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a configuration that names something of the hub gets nothing
         own = int(listening.getsockname()[1])
         config = uvicorn.Config(
             studio(own), log_level="warning", access_log=False, ws="none", server_header=False,
@@ -40,7 +40,8 @@ def serve(port: int, ready: Callable[[str], None]) -> None:
 
 def _listening(port: int) -> socket.socket:
     try:
+        if not 0 <= port < 2**16:
+            raise OSError(None, "expected 0 to 65535")
         return socket.create_server((HOST, port))
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"port: {port} cannot be used ({reason}); give another one, or 0 for any") from None
+    except OSError as error:
+        raise InvalidInput(f"port: {port} cannot be used ({error.strerror}); give another one, or 0 for any") from None

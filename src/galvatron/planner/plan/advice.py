@@ -16,7 +16,7 @@ from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
 from galvatron.planner.space import Space
 
-__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget"]
+__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "remedies", "smallest_budget"]
 
 _TRIED = 256
 _PRICING_S = 0.7
@@ -65,11 +65,11 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 
 
-def make_plan(request: Request) -> Plan:
-    """The best plan, or :class:`Infeasible` with advice."""
+def make_plan(request: Request, *, advised: bool = True) -> Plan:
+    """The best plan, or :class:`Infeasible`, with advice unless that is to be asked for later (:func:`remedies`)."""
     plan = try_plan(request)
     if plan is None:
-        raise _explained(request)
+        raise _explained(request, advised=advised)
     return plan
 
 
@@ -82,7 +82,7 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
     return None if least is None or batch is None else (request.cluster.least_budget(least), batch)
 
 
-def _explained(request: Request) -> GalvatronError:
+def _explained(request: Request, *, advised: bool) -> GalvatronError:
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"
@@ -99,7 +99,7 @@ def _explained(request: Request) -> GalvatronError:
         what += f" ({format_bytes(cluster.reserved_bytes)} are reserved before any tensor)"
     return Infeasible(
         f"{what}: the smallest budget that fits is {format_bytes(needed)} ({needed} bytes) at batch {batch_size}.",
-        advice=tuple(_remedies(request)),
+        advice=remedies(request) if advised else (),
     )
 
 
@@ -112,7 +112,7 @@ class _Change:
     request: Request
 
 
-def _remedies(request: Request) -> list[str]:
+def remedies(request: Request) -> tuple[str, ...]:
     """Single changes under which the same budget is enough, each tried and, while that is quick, priced: what changes
     nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
     deadline = time.process_time() + _PRICING_S
@@ -123,7 +123,7 @@ def _remedies(request: Request) -> list[str]:
         found.append(f"low-rank adapters, all else frozen: {saved} less for states, not priced here (--lora 16)")
     if training.attention is not Attention.FUSED:
         found.append("not tried here, but smaller: --attention fused")
-    return found
+    return tuple(found)
 
 
 def _changes(request: Request) -> Iterator[Iterator[_Change]]:

@@ -132,15 +132,31 @@
       const answer = await (await post("/plan", asked)).json();
       show(asked, answer, performance.now() - begun);
     } catch (error) {
-      refuse("That cannot be planned", error.message, []);
+      refuse("That cannot be planned", error.message);
     }
     document.body.classList.remove("asking");
     busy = false;
-    if (again) { again = false; ask(); } else if (shown?.answer.fits) compare(mine);
+    document.body.classList.toggle("settled", mine === turn); // what is shown answers what the form says
+    if (again) { again = false; ask(); } else if (shown) (shown.answer.fits ? compare : advise)(mine);
+  }
+
+  /** What would fit, once it has been said that nothing does. */
+  async function advise(mine) {
+    const place = el("problem").querySelector("ul"), { asked } = shown;
+    place.replaceChildren(make("li", { textContent: "Trying what would …", className: "soft" }));
+    const said = await post("/advice", asked).then((response) => response.json()).catch((error) => ({ advice: [error.message] }));
+    if (mine !== turn) return;
+    place.replaceChildren(...(said.advice.length ? said.advice : ["No single change would."]).map((line) => {
+      const item = make("li", { textContent: line });
+      const act = remedy(line);
+      if (act) item.append(make("button", { type: "button", textContent: "Try it", onclick: () => { act(); changed(); } }));
+      return item;
+    }));
   }
 
   function changed() {
     showSliders();
+    document.body.classList.remove("settled");
     turn++;
     clearTimeout(timer);
     timer = setTimeout(ask, REST_MS);
@@ -154,25 +170,21 @@
     drawFacts({});
   }
 
-  function refuse(title, text, advice) {
+  function refuse(title, text) {
     clear();
     el("status").textContent = "";
     const place = el("problem");
     place.hidden = false;
     place.querySelector("h2").textContent = title;
     place.querySelector("p").textContent = text;
-    place.querySelector("ul").replaceChildren(...advice.map((line) => {
-      const item = make("li", { textContent: line });
-      const act = remedy(line);
-      if (act) item.append(make("button", { type: "button", textContent: "Try it", onclick: () => { act(); changed(); } }));
-      return item;
-    }));
+    place.querySelector("ul").replaceChildren();
   }
 
   /** What a line of advice asks for, as a change of the form; null: nothing that the form has. */
   function remedy(line) {
     const devices = line.match(/^more devices, (\d+)/);
-    if (devices) return files.cluster ? null : () => { set("devices").value = devices[1]; };
+    const grows = !files.cluster && known.clusters.find((each) => each.name === el("cluster").value)?.grows;
+    if (devices) return !grows ? null : () => { set("devices").value = devices[1]; };
     const [, name, value] = line.match(/\(--([a-z0-9-]+)(?: ([^)]+))?\)$/) ?? [];
     const input = name ? set(name.replaceAll("-", "_")) : null;
     return input ? () => { input.value = value ?? "on"; input.closest("details")?.setAttribute("open", ""); } : null;
@@ -185,7 +197,7 @@
     fitMemory(answer.budget_bytes);
     showSliders();
     if (!answer.fits) {
-      refuse("It does not fit", answer.problem, answer.advice);
+      refuse("It does not fit", answer.problem);
       shown = { asked, answer };
       return;
     }
@@ -273,7 +285,7 @@
       const [file] = event.target.files;
       if (!file) return;
       event.target.value = "";
-      if (file.size > LONGEST) return refuse("That cannot be planned", `${file.name} has ${file.size} bytes; expected at most ${LONGEST}`, []);
+      if (file.size > LONGEST) return refuse("That cannot be planned", `${file.name} has ${file.size} bytes; expected at most ${LONGEST}`);
       setFile(kind, { file: file.name, text: await file.text() });
       changed();
     });

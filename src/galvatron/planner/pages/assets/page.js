@@ -103,7 +103,7 @@
           title: (d) => `${d.row}: ${d.kind}\n${format(d.value)}`, tip: true,
           ariaLabel: (d) => `${d.row}, ${d.kind}, ${format(d.value)}`,
         })),
-        limit ? Plot.ruleX([limit], { stroke: "currentColor", strokeDasharray: "4,3", ariaLabel: "budget" }) : null,
+        limit ? Plot.ruleX([limit], { stroke: "currentColor", strokeDasharray: "4,3", ariaLabel: () => "budget" }) : null,
         Plot.ruleX([0]),
       ],
     });
