@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Studio", "served_studio"]
+__all__ = ["Studio", "asked", "served_studio"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 (async () => {
   const el = (id) => document.getElementById(id);
   const set = (name) => el(`set-${name}`); // the control of an option of the plan
-  const GIB = 2 ** 30, REST_MS = 120, LONGEST = 1_000_000;
+  const GIB = 2 ** 30, REST_MS = 120, IDLE_MS = 400, LONGEST = 1_000_000, LONGEST_ADDRESS = 8000;
   const files = { model: null, cluster: null };
   const kept = [];
   let about = null, shown = null, again = false, busy = false, timer = 0, turn = 0;
@@ -105,7 +105,7 @@
     for (const name of [...numbers, ...words]) set(name).value = asked.setup[name] ?? "";
     for (const { name } of known.switches) set(name).value = { true: "on", false: "off" }[asked.setup[name]] ?? "";
     const slider = set("memory");
-    if (asked.setup.memory > slider.max * GIB) slider.max = asked.setup.memory / GIB;
+    if (asked.setup.memory && (!about || asked.setup.memory > slider.max * GIB)) slider.max = asked.setup.memory / GIB + 1;
     slider.value = asked.setup.memory === undefined ? slider.max : asked.setup.memory / GIB;
     el("tokens").value = asked.tokens ?? "";
     el("price").value = asked.price ?? "";
@@ -194,6 +194,8 @@
     clear();
     shown = { asked, answer };
     about = answer;
+    const address = `#${encodeURIComponent(JSON.stringify(asked))}`;
+    history.replaceState(null, "", address.length < LONGEST_ADDRESS ? address : "#");
     fitMemory(answer.budget_bytes);
     showSliders();
     if (!answer.fits) {
@@ -264,6 +266,8 @@
     const keep = () => { kept.push({ name: `${name}, batch ${base.batch}`, figures: base, asked }); compare(turn); };
     body.replaceChildren(row(`this: ${name}`, base, base, "ours", [["Keep", keep]]), ...lines());
     el("what-ifs").hidden = false;
+    await new Promise((done) => setTimeout(done, IDLE_MS)); // who still moves something waits for no what-ifs
+    if (mine !== turn || shown?.answer !== answer) return;
     for (const other of answer.what_ifs) {
       if (other.priced === undefined) {
         try {
@@ -326,5 +330,16 @@
     changed(); // but not for half a model's name
   });
   el("question").addEventListener("submit", (event) => event.preventDefault());
-  ask();
+
+  /** The question in the address, so that a reload or a bookmark asks it again. */
+  function addressed() {
+    try {
+      const asked = JSON.parse(decodeURIComponent(location.hash.slice(1)));
+      return asked.model && asked.cluster ? { setup: {}, ...asked } : null;
+    } catch {
+      return null;
+    }
+  }
+  const asked = addressed();
+  if (asked) take(asked); else ask();
 })();
