@@ -259,16 +259,18 @@ def test_the_command_serves_this_machine_alone(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="no server: pip install galvatron[studio]")
     command = [sys.executable, "-m", "galvatron", "studio"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[0]
-        port = int(address.rsplit(":", 1)[1].strip("/"))
-        assert Studio(port).plan("bert-tiny", "titan-rtx-8", batch=8)["fits"] is True
-        for family, other in ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::1")):
-            with socket.socket(family) as trying:
-                assert trying.connect_ex((other, port)) != 0
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130, -signal.SIGINT)
-        assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().split()[0].rsplit(":", 1)[1].strip("/"))
+            assert Studio(port).plan("bert-tiny", "titan-rtx-8", batch=8)["fits"] is True
+            for family, other in ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::1")):
+                with socket.socket(family) as trying:
+                    assert trying.connect_ex((other, port)) != 0
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) in (0, 130, -signal.SIGINT)
+            assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken_is_named() -> None:
