@@ -70,7 +70,7 @@ def _rank(spec: dict[str, Any]) -> None:
 
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     seconds = []
-    for _ in range(2 + _TIMED):
+    for _ in range(2 + spec["timed"]):
         dist.barrier()
         begin = time.perf_counter()
         step()
@@ -147,6 +147,8 @@ def main() -> None:
         "--reserved", default="1400MB", help="of it, what is no tensor's: contexts, NCCL, the allocator"
     )
     parser.add_argument("--batches", default="8,16,32,64,128")
+    parser.add_argument("--recompute-batches", help="with recompute; default: the same")
+    parser.add_argument("--timed", type=int, default=_TIMED, help="steps that count, after two that do not")
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--ours", action="store_true", help="first the plan that our planner found here, by hand")
     parser.add_argument("--out", default="benchmarks/results/recipe_virtual.jsonl")
@@ -160,12 +162,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name, Path(args.out).open("a", encoding="utf-8") as file:
             file.write(json.dumps(_ours(args, Path(name))) + "\n")
     with virtual_gpus(args.devices if torch.cuda.is_available() else None):
-        for recompute in (False, True):
+        for recompute, batches in ((False, args.batches), (True, args.recompute_batches or args.batches)):
             best = 0.0
-            for batch in map(int, args.batches.split(",")):
+            for batch in map(int, batches.split(",")):
                 spec = {
                     "model": args.model, "batch": batch, "tokens": args.tokens, "recompute": recompute,
-                    "tensor_bytes": tensors, "devices": args.devices,
+                    "tensor_bytes": tensors, "devices": args.devices, "timed": args.timed,
                 }  # fmt: skip
                 found = _program(spec, args.timeout)
                 with Path(args.out).open("a", encoding="utf-8") as file:

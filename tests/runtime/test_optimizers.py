@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from galvatron import parallelize
 from galvatron.core.spec import Training
-from galvatron.runtime.optimizers import AdamWBF16
+from galvatron.runtime.optimizers import AdamWBF16, skipped_unless_finite, skips_itself
 from galvatron.train.checkpoints.checkpoints import Checkpoints
 
 
@@ -125,3 +125,29 @@ def test_the_fused_kernel_of_a_gpu_steps_as_the_loop() -> None:
             optimizer.step()
         found.append(parameter.detach().cpu())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, AdamWBF16])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_step_is_skipped_where_a_figure_is_not_finite(kind: type[torch.optim.Optimizer], wrong: float) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], lr=0.1, fused=True)  # type: ignore[call-arg]
+    assert skips_itself(optimizer)
+    seen = []
+    for loss in (1.0, wrong, 1.0):
+        parameter.grad = torch.full((3,), loss)
+        with skipped_unless_finite(optimizer, torch.tensor(loss), torch.tensor(2.0, dtype=torch.float64)):
+            optimizer.step()
+        state = {
+            name: float(value.flatten()[0]) for name, value in optimizer.state[parameter].items() if value is not None
+        }
+        seen.append((parameter.tolist(), state))
+    assert seen[0] == seen[1] != seen[2]
+    optimizer.step()  # no flag is left behind
+    assert parameter.tolist() != seen[2][0]
+
+
+def test_optimizers_that_cannot_skip_are_known() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    assert not skips_itself(torch.optim.AdamW([parameter], fused=False))
+    assert not skips_itself(torch.optim.RMSprop([parameter]))

@@ -111,7 +111,9 @@ def command(
     seed: Annotated[
         int | None, typer.Option(help="Random seed of weights, dropout and sample order (default 0).")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Threads that prepare batches (default 0).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Threads that prepare batches (default: 1 on GPUs, 0 on CPUs).")
+    ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
     keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep (default 3).")] = None,

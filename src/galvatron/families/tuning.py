@@ -112,7 +112,7 @@ def tuned(spec: ModelSpec, layered: LayeredModel, training: Training) -> ModelSp
         tied = [use.name for use in later if use.layer == index]
         own = _tuning(layer, facts, tied, backward=index >= layered.first_trained)
         own = _with_adapters(own, layer, facts, spec.training)
-        layers.append(facts if own == Tuning() else _with(facts, own, _named(facts, own, named)))
+        layers.append(facts if own == Tuning() else facts.tuned(own, _named(facts, own, named)))
     return replace(
         spec, layers=tuple(layers), training=replace(training, sequence_length=spec.training.sequence_length)
     )
@@ -157,18 +157,6 @@ def _with_adapters(own: Tuning, layer: Layer, facts: LayerSpec, training: Traini
         adapter_replicated_parameters=0 if facts.tensor_parallel is None else whole,
         adapter_flops=2 * tokens * count,
         adapter_activation_bytes=tokens * ranks * training.precision.bytes,
-    )
-
-
-def _with(facts: LayerSpec, own: Tuning, name: str) -> LayerSpec:
-    return replace(
-        facts,
-        name=name,
-        parameters=facts.parameters + own.adapter_parameters,
-        replicated_parameters=facts.replicated_parameters + own.adapter_replicated_parameters,
-        forward_flops=facts.forward_flops + own.adapter_flops,
-        replicated_activation_bytes=facts.replicated_activation_bytes + own.adapter_activation_bytes,
-        tuning=own,
     )
 
 

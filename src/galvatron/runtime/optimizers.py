@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim.adamw import adamw
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import OPTIMIZERS, OptimizerSpec
 
-__all__ = ["AdamWBF16", "has_fused", "torch_class"]
+__all__ = ["AdamWBF16", "has_fused", "skipped_unless_finite", "skips_itself", "torch_class"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -85,6 +86,7 @@ class AdamWBF16(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],
+            found_inf=getattr(self, "found_inf", None),
         )
 
 
@@ -115,6 +117,24 @@ def torch_class(spec: OptimizerSpec) -> Callable[..., Optimizer]:
     """The one that trains."""
     kind: Callable[..., Optimizer] = _class(spec.torch_classes[0])
     return kind
+
+
+def skips_itself(optimizer: Optimizer) -> bool:
+    """Whether a step of it can be skipped on the device: PyTorch's fused kernels can, for its gradient scalers."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def skipped_unless_finite(optimizer: Optimizer, *figures: Tensor) -> Iterator[None]:
+    """A step meanwhile changes neither weights nor moments if one of these numbers is not finite; nobody waits."""
+    finite = torch.stack([figure.double() for figure in figures]).isfinite().all()
+    given = cast(Any, optimizer)
+    given.grad_scale, given.found_inf = None, finite.logical_not().float()
+    try:
+        yield
+    finally:
+        del given.grad_scale, given.found_inf
 
 
 def has_fused(kind: Callable[..., Optimizer]) -> bool:

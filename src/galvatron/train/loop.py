@@ -19,6 +19,7 @@ from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.model import ParallelModel
+from galvatron.runtime.optimizers import skipped_unless_finite, skips_itself
 from galvatron.train.checkpoints.checkpoints import Checkpoints
 from galvatron.train.data.dataset import Dataset, evaluation_batches
 from galvatron.train.data.loader import Loader
@@ -127,13 +128,20 @@ class Loop:
         loss = self.model.forward_backward(batch)
         clip = self.settings.clip
         norm = self.model.gradient_norm() if clip is None else self.model.clip_gradients(clip)
+        if skips_itself(self.optimizer):  # then the device need not wait for this process to read both figures
+            with skipped_unless_finite(self.optimizer, loss.tensor(), norm):
+                self._optimizer_step(step)
         figures = {"loss": float(loss), "gradient_norm": float(norm), "learning_rate": rate}
         self._check_finite(step, figures, before.samples_seen)
+        if not skips_itself(self.optimizer):
+            self._optimizer_step(step)
+        return figures
+
+    def _optimizer_step(self, step: int) -> None:
         self.watch.at(step, "optimizer")
         with torch.profiler.record_function("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return figures
 
     def _check_finite(self, step: int, figures: dict[str, float], samples_before: int) -> None:
         """Both figures are the same on every rank, so all of them stop here, before any weight changes."""

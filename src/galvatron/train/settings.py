@@ -59,8 +59,8 @@ class Settings:
     pack: bool | None = None
     """Whether several documents stand in a row, kept apart, or one; None: conversations are packed, text is not cut by
     documents."""
-    workers: int = 0
-    """Threads that prepare batches beside each rank; 0: the rank itself does, between steps."""
+    workers: int | None = None
+    """Threads that prepare batches beside each rank; 0: the rank itself does, between steps; None: one on GPUs."""
     weights: str | None = None
     """A folder of safetensors to start from."""
     adapters: str | None = None

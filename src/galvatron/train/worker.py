@@ -123,7 +123,7 @@ def _prepared(
         data.train,
         batch=plan.batch,
         seed=settings.seed,
-        workers=settings.workers,
+        workers=int(device.type == "cuda") if settings.workers is None else settings.workers,
         start=start,
         reads=model.rows_read(),
     )

@@ -50,7 +50,7 @@ def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, opt
     for line in caught.value.advice:
         match = PRICED.search(line)
         if match is None:
-            assert any(each in line for each in ("--lora", "more devices", "fits", "not tried")), line
+            assert any(each in line for each in ("more devices", "fits", "not tried")), line
             continue
         option, _, value = match[3].partition(" ")
         seen.add(option)
@@ -58,7 +58,7 @@ def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, opt
         given: object = True if not value else int(value) if value.isdigit() else value
         plan = cast("Any", galvatron.plan)(model, cluster, **{**setup, name: given})
         assert plan.batch == int(match[2])
-        assert f"{plan.throughput:.3g}" == match[1]
+        assert float(match[1]) == pytest.approx(plan.throughput, rel=0.03 if "about" in line else 0.006)
     assert options <= seen, caught.value.advice
 
 

@@ -14,8 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import galvatron
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Precision, Strategy, Training
+from galvatron.core.spec.tuning import Lora
 from galvatron.families import load_cluster
 from galvatron.measure.models import load_any_model
+from galvatron.planner.plan.advice import fits, make_plan, smallest_budget, with_adapters
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.plan.setup import request_for
@@ -131,3 +133,21 @@ def test_the_search_finds_the_best(frozen: tuple[str, ...]) -> None:
                 cuts = [list(chosen[:cut]), list(chosen[cut:])][:stages]
                 best = min(best, priced(request, cuts, micro_batches=count).iteration_s)
     assert found.iteration_s == pytest.approx(best, rel=1e-6)
+
+
+def test_advised_adapters_are_priced_as_the_real_ones() -> None:
+    """Counted without the model itself, beside the model with peft's adapters."""
+    training = Training(precision=Precision.BF16, sequence_length=2048)
+    whole = load_any_model("llama3-8b", training)
+    real = load_any_model("llama3-8b", replace(training, lora=Lora(rank=16, alpha=32.0)))
+    plans, budgets = [], []
+    for model in (with_adapters(whole, 16), real):
+        request = Request(model=model, cluster=load_cluster("rtx4090:1x2"))
+        least = smallest_budget(request)
+        assert least is not None
+        assert fits(replace(request, memory_bytes=least[0]))
+        assert not fits(replace(request, memory_bytes=least[0] - 1))
+        plans.append(make_plan(request).throughput)
+        budgets.append(least[0])
+    assert plans[0] == pytest.approx(plans[1], rel=0.05)
+    assert budgets[0] == pytest.approx(budgets[1], rel=0.05)

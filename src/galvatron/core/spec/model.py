@@ -217,6 +217,18 @@ class LayerSpec:
             tuning=None,
         )
 
+    def tuned(self, own: Tuning, name: str) -> LayerSpec:
+        """The inverse: the layer with some of it frozen, and with adapters."""
+        return replace(
+            self,
+            name=name,
+            parameters=self.parameters + own.adapter_parameters,
+            replicated_parameters=self.replicated_parameters + own.adapter_replicated_parameters,
+            forward_flops=self.forward_flops + own.adapter_flops,
+            replicated_activation_bytes=self.replicated_activation_bytes + own.adapter_activation_bytes,
+            tuning=own,
+        )
+
     @property
     def activation_bytes(self) -> int:
         """All that one sample saves for backward on a single device."""

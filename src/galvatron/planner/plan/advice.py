@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
-from galvatron.core.spec import OPTIMIZERS, SWITCHES, Attention, Kind, Level, Precision, optimizer_named
+from galvatron.core.spec import OPTIMIZERS, SWITCHES, Attention, Kind, Level, ModelSpec, Precision, optimizer_named
+from galvatron.core.spec.tuning import Lora, Tuning
 from galvatron.core.units import format_bytes
 from galvatron.families import load_model
 from galvatron.planner.plan.plan import Plan
@@ -16,14 +17,16 @@ from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
 from galvatron.planner.space import Space
 
-__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "remedies", "smallest_budget"]
+__all__ = [
+    "feasible_batch", "fits", "impossibility", "make_plan", "remedies", "smallest_budget", "with_adapters",
+]  # fmt: skip
 
 _TRIED = 256
 _PRICING_S = 0.7
 """Processor time after which advice is not priced any more, and only says that it fits."""
 _LEAST_TOKENS = 128
-_STATES_SAVED = 12
-"""Bytes a frozen parameter does without: gradient and two moments in fp32."""
+_RANK = 16
+"""Of the adapters that are advised."""
 
 
 def feasible_batch(request: Request) -> int | None:
@@ -110,6 +113,8 @@ class _Change:
     what: str
     option: str
     request: Request
+    exact: bool = True
+    """Whether the request is that of the option itself."""
 
 
 def remedies(request: Request) -> tuple[str, ...]:
@@ -117,11 +122,7 @@ def remedies(request: Request) -> tuple[str, ...]:
     nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
     deadline = time.process_time() + _PRICING_S
     found = [_priced(change, deadline) for group in _changes(request) for change in _first_fitting(group)]
-    training = request.model.training
-    if not training.tunes and request.model.config is not None:
-        saved = format_bytes(_STATES_SAVED * request.model.parameters)
-        found.append(f"low-rank adapters, all else frozen: {saved} less for states, not priced here (--lora 16)")
-    if training.attention is not Attention.FUSED:
+    if request.model.training.attention is not Attention.FUSED:
         found.append("not tried here, but smaller: --attention fused")
     return tuple(found)
 
@@ -144,7 +145,7 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
     if request.limits:
         free = replace(request, limits=None)
         yield iter([_Change(f"without the limits {request.limits}", "", free)])
-    training = request.model.training
+    model, training = request.model, request.model.training
     if training.precision is not Precision.BF16 and request.cluster.device.bf16_flops_per_s is not None:
         yield _retrained(request, "bf16", "--precision bf16", precision=Precision.BF16)
     yield _leaner_states(request)
@@ -158,6 +159,9 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
                 request, f"{tokens} tokens a sample", f"--sequence-length {tokens}", sequence_length=tokens
             )
         )
+    if model.config is not None and not training.tunes:
+        adapted = replace(request, model=with_adapters(model, _RANK), profile=None)
+        yield iter([_Change("low-rank adapters, all else frozen", f"--lora {_RANK}", adapted, exact=False)])
     yield (
         _Change(f"more devices, {larger.cluster.devices}", "", larger)
         for factor in (2, 4, 8, 16, 32)
@@ -173,6 +177,34 @@ def _leaner_states(request: Request) -> Iterator[_Change]:
         if other.name.startswith(now.name) and other.state_bytes < now.state_bytes:
             model = replace(request.model, training=replace(training, optimizer=other.name))
             yield _Change("smaller optimizer states", f"--optimizer {other.name}", replace(request, model=model))
+
+
+def with_adapters(model: ModelSpec, rank: int) -> ModelSpec:
+    """About what ``--lora`` makes of it, counted without the model itself: a product of the hidden size with as much,
+    or more, has at most this many parameters in its adapter."""
+    bytes_of = model.training.precision.bytes
+    blocks = [index for index, layer in enumerate(model.layers) if model.layers.count(layer) > 1]
+    first = min(blocks, default=0)
+    layers = []
+    for index, layer in enumerate(model.layers):
+        tokens = model.training.sequence_length or 1
+        hidden = max(1, layer.boundary_bytes // bytes_of // tokens)
+        experts = 0 if layer.experts is None else layer.experts.parameters
+        count = 2 * rank * (layer.parameters - experts) // hidden if index in blocks else 0
+        own = Tuning(
+            frozen_parameters=layer.parameters,
+            frozen_replicated_parameters=layer.replicated_parameters if layer.tensor_parallel else 0,
+            frozen_tied_parameters=layer.tied_parameters,
+            frozen_expert_parameters=experts,
+            backward=index >= first,
+            adapter_parameters=count,
+            adapter_replicated_parameters=count // 2 if layer.tensor_parallel else 0,
+            adapter_flops=2 * tokens * count,
+            adapter_activation_bytes=tokens * bytes_of * rank * 7 if count else 0,
+        )
+        layers.append(layer.tuned(own, f"{layer.name}+{'lora' if count else 'frozen'}"))
+    lora = Lora(rank=rank, alpha=2.0 * rank)
+    return replace(model, layers=tuple(layers), training=replace(model.training, lora=lora))
 
 
 def _retrained(request: Request, what: str, option: str, **changes: Any) -> Iterator[_Change]:
@@ -199,7 +231,8 @@ def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
 
 def _priced(change: _Change, deadline: float) -> str:
     plan = try_plan(change.request) if time.process_time() < deadline else None
-    price = "fits" if plan is None else f"{plan.throughput:.3g} samples/s at batch {plan.batch}"
+    about = "" if change.exact else "about "
+    price = "fits" if plan is None else f"{about}{plan.throughput:.3g} samples/s at batch {plan.batch}"
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 

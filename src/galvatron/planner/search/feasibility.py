@@ -27,8 +27,10 @@ class Feasibility:
         self._search = Search(problem)
         cost = problem.cost
         kept = cost.optimizer.bytes_per_parameter - GRADIENT_BYTES
-        self._floor = int(cost.model.parameters * kept // cost.cluster.devices)
-        """All devices together hold each state once; a gradient may come late."""
+        frozen = cost.model.parameters - cost.model.trained_parameters
+        held = cost.model.trained_parameters * kept + frozen * cost.model.training.precision.bytes
+        self._floor = int(held // cost.cluster.devices)
+        """All devices together hold each state once; a gradient may come late, and what is frozen has no states."""
 
     def can_divide(self, batch: int) -> bool:
         """Whether some strategy can divide the batch, given enough memory."""
