@@ -11,7 +11,7 @@ PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
-.PHONY: demo test pytest test-all lint bench pictures clean
+.PHONY: demo test pytest test-all lint bench pictures docs clean
 
 $(VENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -64,8 +64,14 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/prediction.py --devices 4
 	$(BIN)/python benchmarks/prediction.py --devices 8
 
-pictures: $(PLANNER)
+# Those of pages need a browser (chromium) too.
+pictures: $(DEV)
 	$(BIN)/python docs/pictures.py
 
+# The pages of docs/ as a site in site/, to open without a server.
+docs: $(VENV)
+	$(INSTALL) "mkdocs-material>=9.6"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build site

@@ -70,7 +70,7 @@ def plan_cards(plan: Plan) -> list[Card]:
     length = plan.model.training.sequence_length
     tokens = f"{format_count(round(plan.throughput * length))} tokens/s" if length else ""
     return [
-        Card("throughput", f"{plan.throughput:.2f} samples/s", tokens),
+        Card("samples/s", f"{plan.throughput:.2f}", tokens),
         Card("iteration", format_seconds(plan.iteration_s), f"batch {plan.batch}"),
         Card("micro-batches", f"{plan.micro_batches} × {plan.micro_batch}"),
         Card("stages", stages),
