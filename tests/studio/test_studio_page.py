@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from browser import needs_browser, opened_browser
+from browser import cut_off, needs_browser, opened_browser
 from served import Studio, asked, served_studio
 
 import galvatron
@@ -160,6 +160,7 @@ def test_files_are_uploaded_edited_and_downloaded(page: Page, tmp_path: Path) ->
 def test_the_studio_is_readable(browser: Any, studio: Studio, scheme: str, width: int) -> None:
     narrow = Page(browser, studio, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert narrow.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert cut_off(narrow.page) == []
     for chart in ("layers", "timeline", "memory", "times"):
         box = narrow.page.query_selector(f"#{chart} svg:has(g)").bounding_box()
         assert 0 < box["width"] <= width

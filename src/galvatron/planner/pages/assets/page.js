@@ -26,10 +26,16 @@
     return Plot.plot({ width, height: 52 + 30 * rows, marginTop: 8, marginBottom: 42, style, ...options });
   }
 
+  /** Whole numbers to write on an axis. */
+  const whole = (most, width) => d3.ticks(0, most, Math.max(3, width / 90)).filter(Number.isInteger);
+
+  /** Room for the longest of some names, left of a chart. */
+  const room = (names) => Math.max(92, 14 + 6.8 * Math.max(...names.map((name) => name.length)));
+
   function layers(data, width) {
     return bars(width, data.stages.length, {
       marginLeft: 60,
-      x: { label: "layer", domain: [0, data.layers], nice: false },
+      x: { label: "layer", domain: [0, data.layers], nice: false, ticks: whole(data.layers, width) },
       y: { domain: byStage(data.stages), label: null },
       color: { legend: true, domain: data.strategies, scheme: "observable10" },
       marks: [
@@ -155,7 +161,8 @@
 
   function grouped(data, width, { format, label, unit = 1 }) {
     return Plot.plot({
-      width, height: 60 + 22 * data.kinds.length * data.rows.length, style, marginLeft: 92, marginRight: 16, marginBottom: 42,
+      width, height: 60 + 22 * data.kinds.length * data.rows.length, style,
+      marginLeft: room(data.rows), marginRight: 16, marginBottom: 42,
       x: { label, transform: (value) => value / unit, ticks: Math.max(3, width / 110) },
       y: { axis: null, domain: data.kinds }, fy: { domain: data.rows, label: null, axis: "left" },
       color: { legend: true, domain: data.kinds, range: ["#97bbf5", "#3ca951", "#efb118"] },
