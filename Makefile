@@ -10,6 +10,7 @@ VENV := .venv/.made
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
+DOCS := .venv/.docs
 
 .PHONY: demo test pytest test-all lint bench pictures docs clean
 
@@ -30,6 +31,10 @@ $(DEV): $(VENV)
 	$(INSTALL) --editable ".[dev]"
 	$(COMPILE)
 	touch $(PLANNER) $(RUNTIME) $@
+
+$(DOCS): $(VENV)
+	$(INSTALL) --editable ".[docs]"
+	touch $(PLANNER) $@
 
 demo: $(RUNTIME)
 	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json
@@ -69,8 +74,7 @@ pictures: $(DEV)
 	$(BIN)/python docs/pictures.py
 
 # The pages of docs/ as a site in site/, to open without a server.
-docs: $(VENV)
-	$(INSTALL) "mkdocs-material>=9.6"
+docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
