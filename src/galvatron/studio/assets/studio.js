@@ -222,10 +222,11 @@
     return make("div", { className: "card" }, soft(label), make("b", { textContent: value }), soft(note));
   };
   const money = (answer) => [
-    answer.days === null ? null : { label: "time", value: `${spaced(answer.days)} days`, note: `${answer.tokens.toPrecision(3)} tokens` },
+    answer.days === null ? null : { label: "time", value: `${spaced(answer.days)} days`, note: `${counted(answer.tokens)} tokens` },
     answer.cost === null ? null : { label: "cost", value: spaced(answer.cost), note: `${spaced(answer.device_hours)} device-hours` },
     answer.energy_kwh === null ? null : { label: "energy", value: `${spaced(answer.energy_kwh)} kWh`, note: "" },
   ].filter(Boolean);
+  const counted = (value) => d3.format(".3~s")(value).replace("G", "B");
   const spaced = (value) => (value >= 100 ? d3.format(",.0f")(value) : d3.format(".3~r")(value));
 
   // What-ifs ---------------------------------------------------------------------------------------------------------
@@ -245,9 +246,9 @@
   function row(label, figures, base, kind, buttons) {
     const line = make("tr", { className: kind }, make("td", { textContent: label, className: "label" }));
     const names = Object.keys(columns).filter((name) => columns[name](base, base) !== null);
+    line.append(make("td", {}, ...buttons.map(([name, onclick]) => make("button", { type: "button", textContent: name, onclick }))));
     if (figures.fits === false) line.append(make("td", { textContent: figures.problem, className: "words", colSpan: names.length }));
     else line.append(...names.map((name) => make("td", { textContent: columns[name](figures, base) ?? "–", className: aligned(name) })));
-    line.append(make("td", {}, ...buttons.map(([name, onclick]) => make("button", { type: "button", textContent: name, onclick }))));
     return line;
   }
   const aligned = (name) => (name === "parallelism" ? "" : "number");
@@ -258,7 +259,7 @@
     const { asked, answer } = shown, base = answer.figures;
     const names = Object.keys(columns).filter((name) => columns[name](base, base) !== null);
     const titles = names.map((name) => make("th", { textContent: name, className: aligned(name) }));
-    el("what-ifs").querySelector("thead").replaceChildren(make("tr", {}, make("th"), ...titles, make("th")));
+    el("what-ifs").querySelector("thead").replaceChildren(make("tr", {}, make("th"), make("th"), ...titles));
     const body = el("what-ifs").querySelector("tbody");
     const name = `${base.model}, ${base.devices} × ${answer.device}, ${base.budget}`;
     const lines = () => kept.map((each, place) => row(each.name, each.figures, base, "kept",
