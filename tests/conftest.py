@@ -14,8 +14,8 @@ hypothesis.settings.load_profile("any machine")
 
 _HERE = Path(__file__).parent
 _ORACLES = (
-    "planner/search", "planner/cost", "planner/pages", "families", "runtime", "measure", "measure/rehearsal", "train",
-    "train/checkpoints", "core/files", "benchmarks", "studio",
+    "planner/search", "planner/cost", "planner/exchange", "planner/pages", "families", "runtime", "runtime/context",
+    "measure", "measure/rehearsal", "train", "train/checkpoints", "core/files", "benchmarks", "studio",
 )  # fmt: skip
 for folder in (
     _HERE.parent / "benchmarks",
@@ -25,8 +25,8 @@ for folder in (
     sys.path.insert(0, str(folder))
 
 _WORLDS = {
-    "runtime": (1, 2, 4, 6, 8), "measure/rehearsal": (4,), "train/checkpoints": (1, 4, 8), "train/data": (2,),
-    "benchmarks": (4,), "cli": (1,),
+    "runtime": (1, 2, 4, 6, 8), "runtime/context": (2, 4, 6, 8), "measure/rehearsal": (4,),
+    "train/checkpoints": (1, 4, 8), "train/data": (2,), "benchmarks": (4,), "cli": (1,),
 }  # fmt: skip
 """Sizes of the shared ranks that the tests of each folder use."""
 

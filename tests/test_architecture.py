@@ -16,8 +16,8 @@ import galvatron
 PACKAGE = Path(galvatron.__file__).parent
 LAYERS = [
     "core.errors", "core.units", "core.spec", "core.files", "families", "planner.space", "planner.cost",
-    "planner.search", "planner.plan", "planner.pages", "processes", "runtime", "measure", "train.data",
-    "train.checkpoints", "train", "api", "studio", "cli",
+    "planner.search", "planner.plan", "planner.exchange", "planner.pages", "processes", "runtime", "measure",
+    "train.data", "train.checkpoints", "train", "api", "studio", "cli",
 ]  # fmt: skip
 """A module imports only from layers before its own (or its own)."""
 NO_TORCH = ["core", "planner", "studio", "cli"]

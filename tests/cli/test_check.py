@@ -55,7 +55,8 @@ def test_an_unknown_architecture(
     found = {each["strategy"]: each for each in json.loads(out)}
     data_parallel = {"DP", "SDP", "ZeRO-2", "SDP, recompute", "DP and SDP mixed", "PP2, 1F1B"}
     tensor_parallel = {"TP", "TP, selective recompute", "TP, sequence parallel", "DP, SDP and TP mixed"}
-    assert set(found) == {*data_parallel, "SDP, selective recompute", *tensor_parallel}
+    context_parallel = {"CP, ring", "CP, Ulysses"}
+    assert set(found) == {*data_parallel, "SDP, selective recompute", *tensor_parallel, *context_parallel}
     assert all(each["equal"] for each in found.values())
 
 

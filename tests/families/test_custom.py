@@ -145,7 +145,7 @@ def test_experts_of_a_layer(tmp_path: Path) -> None:
         ('"64MiB"', "[]", r"layers\[1\]\.activation_bytes is a list of 0; expected a size"),
         ('"64MiB"', '"1e40"', r"layers\[1\]\.activation_bytes is '1e40'; expected a size of at most"),
         ("count = 3", "count = 0", r"layers\[1\]\.count is 0; expected greater than or equal to 1"),
-        ("count = 3", "count = 1_000_000", r"layers\[1\]\.count is 1000000; expected less than or equal to 10000"),
+        ("count = 3", "count = 1_000_000", r"layers\[1\]\.count is 1000000; expected less than or equal to 2048"),
         ("count = 3", "count = 2.5", r"layers\[1\]\.count is 2\.5; expected a valid integer"),
         ("heads = 16", "heads = 0", r"layers\[1\]\.tensor_parallel\.heads is 0"),
         ("sequence_length = 128", "sequence_length = 0", r"layers\[1\]\.tensor_parallel\.sequence_length is 0"),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from types import CodeType
+
+import pytest
 
 from galvatron.processes.heartbeats import Heartbeat, LastSeen, judge, where_am_i
 
@@ -87,3 +92,44 @@ def test_a_process_knows_where_it_is() -> None:
     where, waiting = where_am_i()
     assert where.startswith("test_a_process_knows_where_it_is (test_heartbeats.py:")
     assert not waiting
+
+
+def _called(*files: str, inside: Callable[[], None]) -> Callable[[], None]:
+    """What a function is called through functions of these files, outermost first."""
+    for file in reversed(files):
+        code: CodeType = compile("def passed_through():\n    inside()\n", file, "exec")
+        names: dict[str, Callable[[], None]] = {"inside": inside}
+        exec(code, names)
+        inside = names["passed_through"]
+    return inside
+
+
+_SAVING = ("/lib/torch/distributed/checkpoint/state_dict_saver.py", "/lib/galvatron/train/checkpoints/storage.py")
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        (_SAVING, False),
+        ((*_SAVING[:1], "/lib/torch/distributed/distributed_c10d.py"), True),
+        (("/lib/galvatron/train/checkpoints/together.py", "/lib/torch/distributed/distributed_c10d.py"), True),
+    ],
+)
+def test_a_thread_that_writes_a_checkpoint_works_and_one_that_waits_for_others_to_write_waits(
+    files: tuple[str, ...], waits: bool
+) -> None:
+    """Both are called from torch.distributed; the main thread waits for either."""
+    there, over = threading.Event(), threading.Event()
+
+    def stalled_write() -> None:
+        there.set()
+        over.wait(30)
+
+    thread = threading.Thread(target=_called(*files, inside=stalled_write))
+    thread.start()
+    there.wait(30)
+    where, waiting = where_am_i()
+    over.set()
+    thread.join()
+    assert waiting is waits
+    assert where == "passed_through" if waits else where.startswith("wait (threading.py:")

@@ -80,6 +80,11 @@ class Case:
         """Tokens a sample; images have none."""
         return None if "image_size" in self.config else 8
 
+    def complete(self, batch: dict[str, Tensor], generator: torch.Generator) -> None:
+        """Add to a batch what is special about the case's."""
+        if self.padding:
+            _pad(self.config["model_type"], batch, generator)
+
     @property
     def key(self) -> str:
         """All that a single process depends on."""
@@ -119,8 +124,7 @@ def _draw(case: Case, steps: int) -> list[dict[str, Tensor]]:
     made = []
     for _ in range(steps):
         batch = model.example(case.batch, case.length, generator)
-        if case.padding:
-            _pad(case.config["model_type"], batch, generator)
+        case.complete(batch, generator)
         for name, tensor in batch.items():
             if tensor.is_floating_point():
                 batch[name] = tensor.to(case.dtype if case.dtype == torch.float64 else torch.float32)

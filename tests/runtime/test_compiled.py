@@ -64,6 +64,7 @@ def _counted(
         longer(
             _case("llama", ["single", "single+rs"], ["single+ra", "single"], micro_batches=4, num_key_value_heads=8)
         ),
+        longer(_case("llama", ["ring2", "ring2", "ulysses2+rs", "ring2+ra", "dp2"], num_key_value_heads=8)),
         longer(_case("bert", ["tp2"] * 4)),
         longer(_case("gpt2", ["tp2", "tp2", "dp2", "tp2"])),
         longer(_case("t5", ["tp2"] * 7)),

@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import galvatron
 from galvatron.core.errors import Unequal
 from galvatron.core.spec import ONE_F_ONE_B
+from galvatron.families.layer import Batch
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
 from galvatron.runtime.tied.in_stage import resplit
@@ -87,13 +88,13 @@ def _lost(weight: Tensor, *places: Any) -> Tensor:
     return resplit(weight, *places).detach()
 
 
-def _same(labels: Tensor) -> Tensor:
-    return labels
+def _same(batch: Batch) -> Tensor:
+    return batch["labels"]
 
 
 _BREAKS: dict[str, tuple[str, Any]] = {
     "tied gradients lost": ("galvatron.runtime.assembly.resplit", _lost),
-    "labels not shifted": ("galvatron.families.generic.layers.next_tokens", _same),
+    "labels not shifted": ("galvatron.families.generic.layers.causal_targets", _same),
 }
 
 
@@ -110,7 +111,7 @@ def _left_behind(plan: galvatron.Plan) -> tuple[int, bool]:
 
 def _built(plan: galvatron.Plan, check: bool | None) -> str:
     """What parallelize says when labels are not shifted."""
-    with patch("galvatron.families.generic.layers.next_tokens", _same):
+    with patch("galvatron.families.generic.layers.causal_targets", _same):
         try:
             galvatron.parallelize(_model(), plan, device="cpu", check=check)
         except Unequal as error:

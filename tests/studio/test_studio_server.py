@@ -18,6 +18,8 @@ from served import Studio, asked, served_studio
 import galvatron
 from galvatron.core.files.clusters import dump_cluster
 from galvatron.families import load_cluster
+from galvatron.planner.exchange.export import TARGETS, export_plan
+from galvatron.planner.exchange.views import export_file, export_lines
 from galvatron.studio.guard import MOST_BYTES
 from galvatron.studio.reply import DOWNLOADS
 from galvatron.studio.serve import serve
@@ -110,13 +112,26 @@ def test_prices_are_those_of_the_command_line(studio: Studio) -> None:
 
 def test_what_is_downloaded_is_what_the_command_line_writes(studio: Studio) -> None:
     question = asked("bert-tiny", "titan-rtx-8", batch=32)
-    files = [each.file for each in DOWNLOADS if each.file != "plan.html"]  # in the tests of pages
-    got = {file: studio.post(f"/download/{file}", question) for file in files}
-    assert all(status == 200 for status, _ in got.values())
+
+    def taken(file: str) -> dict[str, Any]:
+        status, body = studio.post(f"/download/{file}", question)
+        assert status == 200, body
+        said: dict[str, Any] = json.loads(body)
+        return said
+
     plan = galvatron.plan("bert-tiny", "titan-rtx-8", batch=32)
-    assert got["plan.json"][1].decode() == plan.to_json()
-    assert json.loads(got["plan.trace.json"][1])["traceEvents"]
-    assert got["cluster.toml"][1].decode() == dump_cluster(load_cluster("titan-rtx-8"))
+    assert taken("plan.json") == {"text": plan.to_json(), "said": []}
+    assert json.loads(taken("plan.trace.json")["text"])["traceEvents"]
+    assert taken("cluster.toml")["text"] == dump_cluster(load_cluster("titan-rtx-8"))
+    for target in TARGETS:
+        done = taken(f"{target.name}{target.suffix}")
+        export = export_plan(plan, target)
+        assert done == {"text": export_file(export), "said": list(export_lines(export))}
+    assert {each.file for each in DOWNLOADS} == {each["file"] for each in json.loads(_known(studio))["downloads"]}
+
+
+def _known(studio: Studio) -> bytes:
+    return studio.send("GET", "/known", b"", {})[1]
 
 
 def test_uploaded_models_and_clusters_are_planned_for(studio: Studio, tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ import torch
 
 from galvatron.runtime.model import ParallelModel
 
-__all__ = ["Fault", "alter", "ask_to_stop", "fail", "fail_at", "spoil", "stall", "starve", "stop_if_settled"]
+__all__ = [
+    "Fault",
+    "alter",
+    "ask_to_stop",
+    "fail",
+    "fail_at",
+    "spoil",
+    "stall",
+    "stall_writing",
+    "starve",
+    "stop_if_settled",
+]
 
 Fault = Callable[[ParallelModel], None]
 
@@ -47,6 +58,20 @@ def stall(model: ParallelModel) -> None:
     """Never come back, though alive."""
     while True:
         time.sleep(0.05)
+
+
+def stall_writing(rank: int, victim: int, step: int) -> None:
+    """On the rank with number ``victim``: never come back from writing the checkpoint of that step."""
+    if rank != victim:
+        return
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if f"step-{step:08}.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(3600)
+        real(descriptor)
+
+    patch.object(os, "fsync", fsync).start()
 
 
 def spoil(model: ParallelModel) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from injecting import alter, fail, fail_at, spoil, stall, starve
+from injecting import alter, fail, fail_at, spoil, stall, stall_writing, starve
 from jobs import Job, plan_of, run_to_end
 from longer import longer
 
@@ -73,6 +73,17 @@ def test_a_rank_that_does_not_come_back_is_told_from_those_that_wait(tmp_path: P
     assert told["step"] == 3
     assert "not moved on" in told["message"]
     assert "in stall (" in told["message"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_stalls_in_writing_a_checkpoint_is_named_alone(tmp_path: Path) -> None:
+    job = Job(tmp_path, plan_of(*_PAIR, micro_batches=2), _ENDLESS, stall_writing, 1, 6)
+    assert 0 not in job.wait(60)
+    told = _told(job)
+    assert told["ranks"] == [1]
+    assert "in fsync (injecting.py" in told["message"]
+    assert "others wait for it in" in told["message"]
+    assert [saved.step for saved in complete(job.folder.checkpoints)] == [3]
 
 
 def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:

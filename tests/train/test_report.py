@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
+
 import pytest
 from jobs import plan_of
+from rich.console import Console
 
-from galvatron.train.report import RankTimes, Report
+from galvatron.measure.cache import provenance
+from galvatron.measure.figures import Quality
+from galvatron.processes.cores import Moment, shares
+from galvatron.train.report import RankTimes, Report, report_view
 
 _PLAN = plan_of(["dp2", "tp2"], ["sdp2", "dp2"], micro_batches=2)
 
@@ -31,3 +38,37 @@ def test_what_is_predicted_makes_up_the_iteration() -> None:
     for stage in Report.of(_PLAN, [idle] * 4, 1.0, [1.0], steps=1).stages:
         parts = stage.predicted
         assert parts.work_s + parts.waiting_s + parts.rest_s == pytest.approx(_PLAN.iteration_s)
+
+
+def _shown(report: Report) -> str:
+    screen = StringIO()
+    Console(file=screen, width=300).print(report_view(_PLAN, report))
+    return screen.getvalue()
+
+
+def test_a_busy_machine_is_said_instead_of_a_difference() -> None:
+    """Eighteen times the predicted time, while others had nine tenths of the cores."""
+    idle = RankTimes(0.0, 0.0, 0.0, 0.0, 0)
+    quiet = Report.of(_PLAN, [idle] * 4, 18.2 * _PLAN.iteration_s, [1.0], steps=1)
+    assert "(+1720.0%)" in _shown(quiet)
+    busy = _shown(replace(quiet, disturbed=0.9))
+    assert "(the machine was busy: other programs had 90% of its cores)" in busy
+    assert "1720" not in busy
+    fast = Report.of(_PLAN, [idle] * 4, _PLAN.iteration_s, [1.0], steps=1)
+    assert "(+0.0%)" in _shown(replace(fast, disturbed=0.9)), "what came out as predicted was not disturbed"
+
+
+def test_a_profile_from_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = RankTimes(0.0, 0.0, 0.0, 0.0, 0)
+    report = Report.of(_PLAN, [idle] * 4, _PLAN.iteration_s, [1.0], steps=1)
+    for spread, said in ((0.2, False), (0.6, True)):
+        source = provenance("4 × CPU", Quality(rounds=5, spread=spread, repeatability=0.1))
+        facts = replace(_PLAN.cluster.facts, source=source)
+        monkeypatch.setattr(f"{__name__}._PLAN", replace(_PLAN, cluster=replace(_PLAN.cluster, facts=facts)))
+        assert ("links were measured while the machine was busy" in _shown(report)) is said
+
+
+def test_what_others_had_is_what_the_machine_did_besides_us() -> None:
+    before, after = Moment(10.0, 1.0, 100.0), Moment(14.0, 3.0, 100.0 + 7.0)
+    found = shares(before, after, ours_s=5.0)
+    assert found.disturbed * found.cores == pytest.approx((7.0 - 5.0) / 4.0)

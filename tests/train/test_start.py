@@ -15,18 +15,28 @@ from typing import Any
 
 import pytest
 from jobs import plan_of, run_to_end
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from galvatron.core.errors import RankFailure
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import Setup
-from galvatron.train import start
+from galvatron.train import launch, start
 from galvatron.train.checkpoints.folder import complete
 from galvatron.train.checkpoints.manifest import MANIFEST
+from galvatron.train.launch import _ended, _signals_passed_on
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 from galvatron.train.start import Asked, is_plan, replanned
 
 _LIMIT_S = 240.0
+
+
+def _as_in_the_foreground() -> None:
+    """A shell lets what it starts in the background ignore these."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Run:
@@ -39,6 +49,7 @@ class _Run:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=_as_in_the_foreground,
         )
 
     def __enter__(self) -> _Run:
@@ -169,6 +180,67 @@ def test_sigterm_stops_it_in_order_and_fewer_devices_go_on(tmp_path: Path, plan_
     assert Plan.load(folder.plan_file).cluster.devices == 2
     assert [line["step"] for line in read_metrics(folder.metrics_file)] == [*range(1, step + 4)]
     assert json.loads(folder.outcome_file.read_text()) == {"step": step + 3, "stopped": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.parametrize("late_s", [0.0, 1.5])
+def test_a_signal_while_processes_start_is_no_failure_of_a_rank(
+    tmp_path: Path, plan_file: str, number: signal.Signals, late_s: float
+) -> None:
+    with _Run(plan_file, "--out", str(tmp_path / "run"), "--steps", "3") as run:
+        assert run.process.stdout is not None
+        while "starting 4 processes" not in run.process.stdout.readline():
+            assert run.process.poll() is None
+        time.sleep(late_s)
+        ranks = run.ranks()
+        run.process.send_signal(number)
+        status, said = run.end()
+    assert status == 128 + number, said
+    assert said.splitlines()[-1].startswith(f"error: {number.name} "), said
+    assert "Traceback" not in said
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_what_nohup_has_ignored_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _signals_passed_on():
+            os.kill(os.getpid(), number)
+        signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(SignalException), _signals_passed_on():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_process_that_starts_after_a_request_to_stop_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    children, others = launch._children, set(launch._children())  # ranks of other tests
+    monkeypatch.setattr(launch, "_children", lambda: [child for child in children() if child not in others])
+    with _signals_passed_on() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        with subprocess.Popen(["sleep", "60"]) as child:
+            assert child.wait(20) == -signal.SIGTERM
+    assert request.number is signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("asked", "codes", "status", "said"),
+    [
+        (signal.SIGINT, [-signal.SIGTERM, RankFailure.exit_status], 130, "no step was trained"),
+        (None, [-signal.SIGTERM], RankFailure.exit_status, "rank 0 was ended by SIGTERM"),
+        (signal.SIGTERM, [2], 2, "rank 0 ended with status 2"),
+    ],
+)
+def test_ranks_that_a_request_ended_are_told_from_ranks_that_failed(
+    tmp_path: Path, asked: signal.Signals | None, codes: list[int], status: int, said: str
+) -> None:
+    failures = {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    ended = _ended(RunFolder(tmp_path), ChildFailedError("galvatron", failures), asked)
+    assert ended.status == status
+    assert said in ended.message
 
 
 @pytest.mark.parametrize(

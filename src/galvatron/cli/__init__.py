@@ -5,6 +5,7 @@ Heavy imports (numpy, rich, pydantic) happen inside the verbs, so that ``galvatr
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -20,15 +21,17 @@ from galvatron.cli import (
     doctor,
     explain,
     export,
+    export_plan,
     models,
     plan,
+    price,
     profile,
     rehearse,
     strategies,
     studio,
     train,
 )
-from galvatron.core.errors import GalvatronError
+from galvatron.core.errors import GalvatronError, InvalidInput
 
 __all__ = ["app", "main"]
 
@@ -40,8 +43,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_LONGEST_NAME = 200
+"""Of a file, as an error shows it."""
 _PANELS = {
-    "Plan": (plan, explain, compare, strategies, studio),
+    "Plan": (plan, explain, compare, strategies, export_plan, price, studio),
     "Train": (train, checkpoints, export),
     "Try out": (check, rehearse, doctor),
     "What is known": (models, clusters),
@@ -49,7 +54,7 @@ _PANELS = {
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         _epilog = "\n\n".join(getattr(_verb, "EXAMPLES", ()))
-        _name = _verb.__name__.rpartition(".")[2]
+        _name = _verb.__name__.rpartition(".")[2].replace("_", "-")
         app.command(_name, rich_help_panel=_panel, epilog=_epilog or None)(_verb.command)
 app.add_typer(profile.app, name="profile", rich_help_panel="Plan")
 
@@ -71,6 +76,9 @@ def _options(
 
 def main() -> None:
     """Run a command; an error meant for users is printed without a traceback, with its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
         app(prog_name="galvatron")
     except GalvatronError as error:
@@ -79,3 +87,23 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except UnicodeEncodeError as error:
+        print(f"error: {error.object!r:.200}: is not UTF-8, so it cannot be written; rename it", file=sys.stderr)  # noqa: T201
+        sys.exit(InvalidInput.exit_status)
+    except OSError as error:
+        print(f"error: {_about_files(error)}", file=sys.stderr)  # noqa: T201
+        sys.exit(InvalidInput.exit_status)
+
+
+def _about_files(error: OSError) -> str:
+    """What the system says of a file or folder, which is seldom a defect of ours."""
+    said = error.strerror or str(error)
+    if error.filename is not None:
+        name = str(error.filename)
+        short = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}… ({len(name)} characters)"
+        return f"{short}: {said}; check the name and its permissions"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder was deleted; go to another one"
+    return f"{type(error).__name__}: {said}"

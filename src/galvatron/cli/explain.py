@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from galvatron.cli import options as opt
 
 if TYPE_CHECKING:
+    from galvatron.planner.plan.explain import Explanation
     from galvatron.planner.plan.plan import Plan
 
 __all__ = ["command"]
@@ -65,12 +66,28 @@ def command(
                     for rival in explanation.rivals
                 ],
                 "one_more_gib": {"throughput": more.throughput, "batch": more.batch},
+                **_lengths(explanation),
             }
         )
         return
     from galvatron.planner.plan.render import explanation_view
 
     opt.show(explanation_view(explanation))
+
+
+def _lengths(explanation: Explanation) -> dict[str, Any]:
+    """Only of plans whose sequences may be divided."""
+    if not explanation.plan.space.context_parallel:
+        return {}
+    larger = [
+        {
+            "devices": more.devices,
+            "throughput": more.plan.throughput if more.plan else None,
+            "longest_sequence": more.longest,
+        }
+        for more in explanation.larger
+    ]
+    return {"longest_sequence": explanation.longest, "more_devices": larger}
 
 
 def _write_trace(plan: Plan, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import wraps
@@ -41,6 +42,7 @@ __all__ = [
 _PLAIN_WIDTH = 140
 """Where the output is no terminal, and COLUMNS does not say otherwise."""
 _LEAST_WIDTH = 40
+_WIDTH = re.compile("[0-9]{1,4}")
 
 ModelSource = Annotated[
     str,
@@ -177,7 +179,7 @@ def show(*views: RenderableType) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         width = os.environ.get("COLUMNS", "")
-        width_here = int(width) if width.isdigit() and int(width) >= _LEAST_WIDTH else _PLAIN_WIDTH
+        width_here = int(width) if _WIDTH.fullmatch(width) and int(width) >= _LEAST_WIDTH else _PLAIN_WIDTH
         console = Console(highlight=False, markup=False, emoji=False, width=width_here, no_color=True)
     for view in views:
         long = isinstance(view, str) and any(len(word) > console.width // 2 for word in view.split())

@@ -2,7 +2,8 @@
 
     GalvatronError
     ├── InvalidInput      what the user gave cannot be right (exit status 2)
-    │   └── PlanMismatch  a plan file made for another model, cluster or version
+    │   ├── PlanMismatch  a plan file made for another model, cluster or version
+    │   └── OutOfRange    a figure that nothing real has
     ├── Infeasible        nothing in the space fits the budget (exit status 3)
     ├── CheckpointCorrupt a saved state that is damaged or incomplete (exit status 4)
     ├── NonFinite         training met a loss or gradient that is no number (exit status 5)
@@ -23,6 +24,7 @@ __all__ = [
     "InvalidInput",
     "NonFinite",
     "OutOfMemory",
+    "OutOfRange",
     "PlanMismatch",
     "RankFailure",
     "SaveFailed",
@@ -44,6 +46,10 @@ class InvalidInput(GalvatronError):
 
 class PlanMismatch(InvalidInput):
     """A plan that was made for something else than what it is used with."""
+
+
+class OutOfRange(InvalidInput, ValueError):
+    """A figure that nothing real has. To a ValueError pydantic adds where in a file it is."""
 
 
 class Infeasible(GalvatronError):

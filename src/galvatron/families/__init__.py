@@ -66,7 +66,8 @@ def load_model(source: str | Path | dict[str, Any], training: Training) -> Model
             return traced
         named_by = path if folder else path.parent
         name = named_by.resolve().name if folder or path.name == "config.json" else path.stem
-        return read_huggingface(path, name or "model", training)
+        spelled = os.fsencode(name).decode("utf-8", "replace")  # plans are UTF-8, names of folders may be any bytes
+        return read_huggingface(path, spelled or "model", training)
     known = (*preset_names(), *configured_names())
     close = difflib.get_close_matches(str(source), known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}."

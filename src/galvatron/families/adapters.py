@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.context import mask_given
 from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import IGNORED, Activations, Batch, CrossEntropy, Layer, LayeredModel
 
@@ -28,7 +28,6 @@ __all__ = [
     "causal_mask",
     "count_targets",
     "masked_labels",
-    "next_tokens",
     "random_tokens",
     "require",
     "shape_of",
@@ -54,6 +53,9 @@ def bidirectional_mask(
     config: Any, ids: Tensor, dtype: torch.dtype, padding: Tensor | None, keys: Tensor | None = None
 ) -> Any:
     """What each token attends to if all see all: nothing to mask without padding. ``keys``: the tokens attended to."""
+    divided = mask_given()
+    if divided is not None:
+        return divided
     attended = None if keys is None else shape_of(keys, dtype)
     return create_bidirectional_mask(config, shape_of(ids, dtype), padding, encoder_hidden_states=attended)
 
@@ -63,12 +65,10 @@ def causal_mask(config: Any, ids: Tensor, dtype: torch.dtype, padding: Tensor | 
 
     Positions that start anew in a row mean several samples packed into it; without any there is no need to look.
     """
+    divided = mask_given()
+    if divided is not None:
+        return divided
     return create_causal_mask(config, shape_of(ids, dtype), padding, past_key_values=None, position_ids=positions)
-
-
-def next_tokens(labels: Tensor) -> Tensor:
-    """The label of each position of a causal model: the next token; the last position has none."""
-    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def count_targets(labels: Tensor) -> int:

@@ -33,13 +33,15 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import parse, read_text, validate
+from galvatron.core.files.reader import naming, parse, read_text, validate
+from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.core.spec.model import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.units import parse_bytes
 
 __all__ = ["custom_of_text", "read_custom"]
 
 _LARGEST = 2**60
+_LARGEST_SIZE = 2**50
 _REPLICATED_BOUNDARIES = 4
 """Of a Transformer block's saved tensors, those the size of its boundary that tensor parallelism leaves whole: its
 input, the inputs and outputs of its norms. Used where a file does not say how its activations split."""
@@ -52,8 +54,8 @@ def _size(value: object) -> int:
         size = parse_bytes(value)
     except InvalidInput:
         raise ValueError("a size such as 1048576 or '64MiB', finite and not negative") from None
-    if size > _LARGEST:
-        raise ValueError(f"a size of at most {_LARGEST} bytes")
+    if size > _LARGEST_SIZE:
+        raise ValueError(f"a size of at most {_LARGEST_SIZE} bytes")
     return size
 
 
@@ -111,7 +113,7 @@ class _ExpertsEntry(_Strict):
 
 class _LayerEntry(_Strict):
     name: Annotated[str, Field(min_length=1)]
-    count: Annotated[int, Field(ge=1, le=10_000)] = 1
+    count: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     parameters: _Count
     tied_parameters: _Count = 0
     replicated_parameters: _Count = 0
@@ -197,8 +199,11 @@ def custom_of_text(text: str, file: str, training: Training) -> ModelSpec:
             f"{file}: sequence length {training.sequence_length} was given, but this model's figures are for the one "
             "sample size its author measured; leave it out"
         )
-    layers = [layer.spec(training.precision) for layer in entry.layers]
+    with naming(file):
+        layers = [layer.spec(training.precision) for layer in entry.layers]
     counts = [layer.count for layer in entry.layers]
+    if sum(counts) > MOST_LAYERS:
+        raise InvalidInput(f"{file}: its counts make {sum(counts)} layers; expected at most {MOST_LAYERS}")
     return ModelSpec(
         name=entry.name,
         family="custom",

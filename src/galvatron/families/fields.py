@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.families.facts.ops import ACTIVATIONS
 
 __all__ = ["Fields"]
 
 _LARGEST = 2**32
 """Of any count: nothing real comes near, and sums stay readable."""
-_MOST_LAYERS = 10_000
 _LABELS = 2
 """Classes of a configuration that names none."""
 
@@ -43,7 +43,7 @@ class Fields:
     def layers(self, *fields: str, default: int) -> int:
         """A number of layers."""
         field, value = self._find(fields)
-        return default if value is None else self._whole(field, value, _MOST_LAYERS)
+        return default if value is None else self._whole(field, value, MOST_LAYERS)
 
     def optional_count(self, field: str) -> int | None:
         """A positive integer that may be left out."""
@@ -66,7 +66,7 @@ class Fields:
             return default
         if not isinstance(value, list) or not 1 <= len(value) <= 16:
             raise self.error(field, value, "a list of 1 to 16 positive integers")
-        return tuple(self._whole(f"{field}[{index}]", entry, _MOST_LAYERS) for index, entry in enumerate(value))
+        return tuple(self._whole(f"{field}[{index}]", entry, MOST_LAYERS) for index, entry in enumerate(value))
 
     def pair(self, field: str, *, default: int) -> tuple[int, int]:
         """A height and a width: one number for both, or a list of two."""

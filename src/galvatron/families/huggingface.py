@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import read_text
+from galvatron.core.files.reader import naming, read_text
 from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.discovery import families, family_of
 from galvatron.families.fields import Fields
@@ -67,7 +67,9 @@ def model_of_config(content: dict[str, Any], path: Path, name: str, training: Tr
     if named is not None and named != family.head_class:
         error = fields.error("architectures", named, f"{family.head_class}, or no class")
         raise UnknownArchitecture(str(error), content, name)
-    model = family.read(fields).spec(name, training)
+    architecture = family.read(fields)
+    with naming(str(path)):
+        model = architecture.spec(name, training)
     try:
         json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:

@@ -138,6 +138,8 @@ class LayeredModel(ABC):
     ties: tuple[Tie, ...] = ()
     required: frozenset[str] = frozenset({"labels"})
     """Names that every batch must have."""
+    shifts_labels: bool = False
+    """Whether the target of a token is the label of the next one."""
     wide_activations: int = 0
     """How many activations, the last ones, are sums over tokens: in fp32 at least, whatever layers compute in, and of
     whole samples, so that no sequence may be divided."""
@@ -145,6 +147,10 @@ class LayeredModel(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
+
+    def why_undivided(self, index: int) -> str | None:
+        """Why context parallelism cannot divide the sequences of a layer; None: it can."""
+        return f"{type(self.model).__name__} has no sequence of tokens that attend to each other alone"
 
     @property
     def first_trained(self) -> int:

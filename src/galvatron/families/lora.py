@@ -7,7 +7,6 @@ stand beside it. peft is an extra: what only reads models that have no adapters 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text
 from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.families.layer import LayeredModel
 from galvatron.families.weights import Weights
@@ -199,21 +199,23 @@ class AdaptedWeights:
 def adapter_lora(folder: Path) -> Lora:
     """What the configuration of a folder of adapters says."""
     path = folder / "adapter_config.json"
+    content = parse(read_text(path, "peft's configuration of LoRA adapters"), str(path), "JSON")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         targets = content["target_modules"]
         for name in ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"):
             if content.get(name):
                 raise InvalidInput(f"{path}: {name} is {content[name]!r}; expected plain LoRA of one rank")
         names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
         return Lora(rank=content["r"], alpha=content["lora_alpha"], targets=names)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{path}: cannot be read as peft's configuration of LoRA adapters ({error!r})") from None
 
 
 def _saved(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     path = folder / _FILE
     found: dict[str, Tensor] = {}
+    if not path.is_file():
+        raise InvalidInput(f"{path}: no such file; expected adapters as peft writes them")
     try:
         with safe_open(path, framework="pt") as file:
             for saved in file.keys():  # noqa: SIM118 (no mapping)

@@ -8,7 +8,6 @@ What is saved in another form (each expert by itself) is put together by transfo
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text
 from galvatron.families.layer import LayeredModel
 from galvatron.families.weights import Parameter, parameters_of, persistent_buffers
 
@@ -176,9 +176,10 @@ class SavedWeights:
 def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
+        content = parse(read_text(index, "an index of safetensors files"), str(index), "JSON")
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted({str(name) for name in content["weight_map"].values()})
+        except (KeyError, TypeError, AttributeError) as error:
             raise InvalidInput(f"{index}: is not an index of safetensors files ({error!r})") from None
         lost = [name for name in names if not (folder / name).is_file()]
         if lost:

@@ -35,6 +35,7 @@ from galvatron.families.given import as_stock
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
+from galvatron.measure.contexts import context_facts
 from galvatron.measure.real_integers import RealIntegers, faked, faked_tensor
 from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
@@ -109,15 +110,17 @@ class _Description:
         seen = None if token is None or not tokens else int((self._sample["input_ids"] == token).sum())
         counted: set[nn.Parameter] = set()
         kinds: dict[str, LayerSpec] = {}
-        for layer in layered.layers:
+        for index, layer in enumerate(layered.layers):
             own = set(layer.parameters())
             if layer.kind not in kinds:
                 tied = sum(parameter.numel() for parameter in own & counted)
                 message = whole[layer.kind].message
                 tensor = layered.tensor_parallel(layer, boundary_bytes=message, tokens=tokens) if halves else None
-                kinds[layer.kind] = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
+                spec = _spec(layer, whole[layer.kind], halves.get(layer.kind), tensor, tied)
+                context = context_facts(layered, index, tokens, whole[layer.kind].attention_flops, self._training)
+                kinds[layer.kind] = replace(spec, context=context)
             counted |= own
-        spec = ModelSpec(
+        model = ModelSpec(
             name=name,
             family="generic",
             layers=tuple(kinds[layer.kind] for layer in layered.layers),
@@ -126,9 +129,9 @@ class _Description:
         )
         frozen = frozen_parts(self._model)
         if not frozen:
-            return spec
+            return model
         as_given = Generic(without_weights(self._model, self._dtype).train(), self._batch, self._loss)
-        return tuned(spec, as_given, replace(spec.training, freeze=frozen))
+        return tuned(model, as_given, replace(model.training, freeze=frozen))
 
     def _layered(self) -> Generic:
         """With all parameters trained: what frozen ones leave out is taken out of the figures later."""
@@ -186,6 +189,8 @@ class _Traced:
 
     parameters: int
     flops: int
+    attention_flops: int
+    """Of these, the ones of fused attention."""
     saved: int
     largest: int
     """Bytes of its largest operation, in and out."""
@@ -345,6 +350,7 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
     return made, _Traced(
         parameters=sum(own.numel() for own in layer.parameters()),
         flops=work.flops + counter.get_total_flops(),
+        attention_flops=counter.get_total_flops() - again_flops(counter, Grade.ATTENTION),
         saved=work.saved,
         largest=work.largest,
         boundary=boundary,
@@ -356,11 +362,10 @@ def _measure(layer: Layer, activations: Activations, context: Any, given: set[in
 
 def _kept(work: Work, counter: FlopCounterMode) -> dict[Grade, tuple[int, int]]:
     """What grades of recompute keep, where they keep anything and leave anything out."""
-    counts: dict[Any, int] = dict(counter.get_flop_counts().get("Global", {}))
     # torch's counter does not know products of experts, which are kept.
     again = {
-        Grade.PRODUCTS: again_flops(counts, Grade.PRODUCTS),
-        Grade.ATTENTION: again_flops(counts, Grade.ATTENTION) + work.flops - work.unneeded_flops,
+        Grade.PRODUCTS: again_flops(counter, Grade.PRODUCTS),
+        Grade.ATTENTION: again_flops(counter, Grade.ATTENTION) + work.flops - work.unneeded_flops,
     }
     least = {Grade.PRODUCTS: work.products >= _LEAST_PRODUCTS, Grade.ATTENTION: work.kept(Grade.ATTENTION) > 0}
     return {grade: (work.kept(grade), again[grade]) for grade in Grade if least[grade]}

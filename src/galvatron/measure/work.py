@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.families.generic.stubs import GROUPED
 from galvatron.runtime.selective import Grade, is_kept
@@ -114,8 +115,9 @@ def _attention_flops(
     return 2 * math.prod(heads) * queries * key[-2] * (width + value[-1]) // (2 if causal else 1)
 
 
-def again_flops(by_operation: dict[Any, int], grade: Grade) -> int:
+def again_flops(counter: FlopCounterMode, grade: Grade) -> int:
     """Of the operations that torch's counter found, those that this grade of recompute does again."""
+    by_operation: dict[Any, int] = dict(counter.get_flop_counts().get("Global", {}))
     return sum(
         count
         for packet, count in by_operation.items()

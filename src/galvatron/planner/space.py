@@ -9,17 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Axis, Cluster, Kind, Strategy, Switches
+from galvatron.core.spec import (
+    CONTEXT_KINDS,
+    DENSE_KINDS,
+    LAYER_SWITCHES,
+    SWITCHES,
+    Axis,
+    Cluster,
+    Kind,
+    Strategy,
+    Switches,
+)
 
 __all__ = [
+    "CONTEXT_1",
+    "CONTEXT_2",
     "EXPERTS_1",
     "EXPERTS_2",
     "EXPERT_RULES",
     "EXTENDED",
+    "LONG_SEQUENCE",
     "PAPER",
     "RULES",
     "SPACES",
@@ -29,6 +42,7 @@ __all__ = [
     "Rule",
     "Space",
     "Switches",
+    "context_paths",
     "default_switches",
     "divisors",
     "pipeline_degrees",
@@ -65,6 +79,24 @@ TAKEAWAY_3 = Rule(
     forbids=lambda strategy: strategy.degree(Kind.DP) > 1 and strategy.degree(Kind.SDP) > 1,
 )
 RULES = (TAKEAWAY_1, TAKEAWAY_2, TAKEAWAY_3)
+CONTEXT_1 = Rule(
+    "context-1",
+    "Beside Ring or Ulysses axes are in the order DP, SDP, Ring, Ulysses, TP: what can wait longest is outermost.",
+    forbids=lambda strategy: strategy.context_degree > 1 and list(strategy.axes) != _in_order(strategy.axes),
+)
+CONTEXT_2 = Rule(
+    "context-2",
+    "A layer without attention has only such Ring and Ulysses axes as some layer of the model with attention can have.",
+)
+_CONTEXT_ORDER = (Kind.DP, Kind.SDP, Kind.RING, Kind.ULYSSES, Kind.TP)
+"""Outermost first. Gradients are summed once an iteration, parameters gathered a layer ahead, keys and values passed on
+behind attention; heads are exchanged and TP sums with nothing to hide behind, and TP sums more."""
+
+
+def _in_order(axes: Iterable[Axis]) -> list[Axis]:
+    return sorted(axes, key=lambda axis: _CONTEXT_ORDER.index(axis.kind))
+
+
 EXPERTS_1 = Rule(
     "experts-1",
     "DP of the experts is their outermost axis: it communicates once an iteration, so it takes the slowest links.",
@@ -115,6 +147,17 @@ def _paths(devices: int, kinds: tuple[Kind, ...]) -> Iterator[tuple[Axis, ...]]:
                 yield tuple(Axis(kind, degree) for kind, degree in zip(order, degrees, strict=True))
 
 
+def context_paths(devices: int, kinds: frozenset[Kind]) -> Iterator[Strategy]:
+    """The paths with Ring or Ulysses for a stage of this many devices, of which there is one for each choice of degrees
+    (rule context-1)."""
+    order = [kind for kind in _CONTEXT_ORDER if kind in kinds]
+    for depth in range(1, len(order) + 1):
+        for chosen in combinations(order, depth):
+            if set(CONTEXT_KINDS) & set(chosen):
+                for degrees in _ordered_factors(devices, depth):
+                    yield Strategy(tuple(map(Axis, chosen, degrees)))
+
+
 def _ordered_factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         if number >= 2:
@@ -130,13 +173,18 @@ PAPER = Switches()
 EXTENDED = Switches(**{switch.name: switch.default for switch in SWITCHES})
 
 
-def default_switches(cluster: Cluster) -> Switches:
+LONG_SEQUENCE = 16384
+"""Tokens of a sample from which on context parallelism is searched where nobody says."""
+
+
+def default_switches(cluster: Cluster, sequence_length: int | None = None) -> Switches:
     """What is searched where nobody says: some extensions only where islands differ in speed, offload only where the
-    link to the host is known."""
+    link to the host is known, context parallelism only for long sequences."""
     off = [switch.name for switch in SWITCHES if switch.uneven_links_only and not cluster.has_uneven_links]
     if not cluster.device.offloads:
         off.append("offload")
-    return replace(EXTENDED, **dict.fromkeys(off, False))
+    long = (sequence_length or 0) >= LONG_SEQUENCE
+    return replace(EXTENDED, context_parallel=long, zero3=long, **dict.fromkeys(off, False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +235,11 @@ class Space:
         return pipeline_degrees(devices)
 
     @property
+    def has_context(self) -> bool:
+        """Whether layers may have Ring and Ulysses axes."""
+        return self.switches.context_parallel and not self.fixed and set(CONTEXT_KINDS) <= self.kinds
+
+    @property
     def has_experts(self) -> bool:
         """Whether the experts of a layer may have axes of their own."""
         return self.switches.expert_parallel and Kind.EP in self.kinds
@@ -199,7 +252,8 @@ class Space:
         candidates = self._dense(devices)
         if not experts:
             return candidates
-        together = (replace(each, experts=own) for each in candidates for own in self.expert_axes(devices))
+        whole = [each for each in candidates if each.context_degree == 1]
+        together = (replace(each, experts=own) for each in whole for own in self.expert_axes(devices))
         return (*candidates, *(each for each in together if not _forbidden(each)))
 
     def expert_axes(self, devices: int) -> tuple[tuple[Axis, ...], ...]:
@@ -228,12 +282,19 @@ class Space:
             paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
         else:
             paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
+            paths += tuple(context_paths(devices, self.kinds)) if self.has_context else ()
         paths = tuple(path for path in paths if self._allows(path.axes))
-        return tuple(flagged for path in paths for flagged in self._flagged(path))
+        flags: dict[frozenset[Kind], list[dict[str, Any]]] = {}
+        candidates: list[Strategy] = []
+        for path in paths:
+            kinds = frozenset(axis.kind for axis in path.axes)
+            if kinds not in flags:
+                flags[kinds] = self._flags(kinds)
+            candidates += [replace(path, **chosen) for chosen in flags[kinds]]
+        return tuple(candidates)
 
-    def _flagged(self, path: Strategy) -> list[Strategy]:
-        """The path with each combination of the switches that are on and that it can use."""
-        kinds = frozenset(axis.kind for axis in path.axes)
+    def _flags(self, kinds: frozenset[Kind]) -> list[dict[str, Any]]:
+        """Each combination of the switches that are on and that a layer whose axes are of these kinds can use."""
         usable = [
             switch.name
             for switch in reversed(LAYER_SWITCHES)
@@ -241,7 +302,7 @@ class Space:
         ]
         choices = product((False, True), repeat=len(usable))
         flagged: list[dict[str, Any]] = [dict(zip(usable, choice, strict=True)) for choice in choices]
-        return [replace(path, **flags) for flags in flagged if not _contradictory(flags)]
+        return [flags for flags in flagged if not _contradictory(flags)]
 
 
 def _contradictory(flags: dict[str, Any]) -> bool:
@@ -253,7 +314,7 @@ def _forbidden(strategy: Strategy) -> bool:
 
 
 SPACES = (
-    Space(name="full", title="every combination of DP, SDP, TP, EP and PP"),
+    Space(name="full", title="every combination of DP, SDP, TP, EP, CP and PP"),
     Space(name="dp", title="data parallelism on all devices", kinds=frozenset({Kind.DP}), pipeline="none"),
     Space(name="tp", title="tensor parallelism on all devices", kinds=frozenset({Kind.TP}), pipeline="none"),
     Space(name="pp", title="one device a pipeline stage", kinds=frozenset(DENSE_KINDS), pipeline="all"),

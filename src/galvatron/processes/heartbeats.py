@@ -16,6 +16,8 @@ from types import FrameType
 __all__ = ["Heartbeat", "LastSeen", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
+_SAVING_IN = ("torch/distributed/checkpoint/", "galvatron/train/checkpoints/")
+"""Where a rank works, though it was called from torch.distributed; it waits in the collectives inside."""
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")
 
 
@@ -127,15 +129,20 @@ def this_machine() -> str:
 def where_am_i() -> tuple[str, bool]:
     """The function the main thread is in, and whether it waits for other ranks there.
 
-    Backward on a GPU runs in a thread of its own, so all threads are asked; one that waits speaks for the process.
+    Backward on a GPU runs in a thread of its own, and so does writing, so all threads are asked; one that waits speaks
+    for the process, else one that writes.
     """
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    for frame in frames.values():
+    speaks = frames.get(main) if main is not None else None
+    for thread, frame in frames.items():
         for each in _outwards(frame):
+            if any(part in each.f_code.co_filename for part in _SAVING_IN):
+                speaks = frame if thread != main else speaks
+                break
             if any(part in each.f_code.co_filename for part in _WAITING_IN):
                 return each.f_code.co_name, True
-    innermost = next(_outwards(frames[main]), None) if main in frames else None
+    innermost = next(_outwards(speaks), None)
     if innermost is None:
         return "nothing", False
     return f"{innermost.f_code.co_name} ({Path(innermost.f_code.co_filename).name}:{innermost.f_lineno})", False

@@ -20,6 +20,7 @@ from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
 from galvatron.runtime import collectives
 from galvatron.runtime.compiled import compiler
+from galvatron.runtime.context.attention import attend_in_context
 from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
 from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
@@ -37,7 +38,8 @@ from galvatron.runtime.layout.groups import (
     rows_group,
     tie_group,
 )
-from galvatron.runtime.layout.slice_gather import LayoutChange, RowAssignments
+from galvatron.runtime.layout.portions import Portions
+from galvatron.runtime.layout.slice_gather import LayoutChange
 from galvatron.runtime.offload import HostMemory
 from galvatron.runtime.pipeline.stage import Saving, Stage, StageLayer
 from galvatron.runtime.randomness import LayerRandomness, draws
@@ -66,7 +68,7 @@ class RankStage:
     plan: StagePlan
     stages: Sequence[StagePlan]
     """All of the pipeline."""
-    assignments: RowAssignments
+    portions: Portions
     rank: int
     turns: bool = False
     """Whether the backward of each micro-batch follows its forward at once, as it does in the last stage with 1F1B."""
@@ -97,7 +99,7 @@ class _Assembler:
         self, layered: LayeredModel, rank_stage: RankStage, pool: GroupPool, settings: ComputeSettings
     ) -> None:
         self.layered, self.pool, self.settings = layered, pool, settings
-        self.plan, self.stages, self.assignments = rank_stage.plan, rank_stage.stages, rank_stage.assignments
+        self.plan, self.stages, self.portions = rank_stage.plan, rank_stage.stages, rank_stage.portions
         self.position = Position(self.plan.ranks, rank_stage.rank)
         self.maker = UnitMaker(pool, self.position, settings)
         self._first_trained, self._turns = layered.first_trained, rank_stage.turns
@@ -108,7 +110,7 @@ class _Assembler:
         self._prepare: dict[int, Callable[[], None]] = {}
 
     def assemble(self, weights: Weights) -> Assembly:
-        stage_layers, changes, rows = [], [], self.assignments.rows
+        stage_layers, changes, rows = [], [], self.portions.rows
         before: Strategy | None = None
         for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
             changes.append(
@@ -116,7 +118,7 @@ class _Assembler:
             )
             stage_layers.append(self._stage_layer(index, strategy, weights.tensors(index)))
             before = strategy
-        stage = Stage(stage_layers, self.assignments.numbers, changes)
+        stage = Stage(stage_layers, self.portions.numbers, changes)
         stage.train()
         sharded = [[unit for unit in own.units if isinstance(unit, ShardedUnit)] for own in self.layer_units]
         if any(sharded):
@@ -126,6 +128,8 @@ class _Assembler:
 
     def _stage_layer(self, index: int, strategy: Strategy, values: dict[str, Tensor]) -> StageLayer:
         layer = self.layered.layers[index].detached()
+        if strategy.context_factors:
+            attend_in_context(layer)
         if index == len(self.layered.layers) - 1:
             self._sum_rows(layer, strategy)
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)
@@ -215,7 +219,7 @@ class _Assembler:
             device=self.settings.device,
             seed=self.settings.seed,
             layer=index,
-            rows=coordinate(self.position.index, strategy.batch_factors),
+            rows=coordinate(self.position.index, strategy.gradient_factors),
             tensor=coordinate(self.position.index, strategy.factors(Kind.TP)),
             sequence=strategy.sequence_parallel,
         )

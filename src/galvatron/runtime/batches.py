@@ -1,4 +1,5 @@
-"""A batch as one rank sees it: of each micro-batch, the tensors its stage's layers read, in the rows they hold."""
+"""A batch as one rank sees it: of each micro-batch, the tensors its stage's layers read, in the rows and tokens that
+they hold."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.context import ContextMask, given_mask, sliced
 from galvatron.families.layer import Batch, LayeredModel
-from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.layout.portions import Portion, Portions
 from galvatron.runtime.same_batches import BatchFigures, figures_of
 from galvatron.runtime.settings import ComputeSettings
 
@@ -20,16 +22,20 @@ __all__ = ["LocalBatch", "MicroBatch", "Reader"]
 class MicroBatch:
     """One micro-batch's inputs on this rank."""
 
-    def __init__(self, layered: LayeredModel, rows: Sequence[Batch], dtype: torch.dtype) -> None:
-        """``rows``: by the number of the assignment."""
-        self._layered, self._rows, self._dtype = layered, rows, dtype
+    def __init__(
+        self, layered: LayeredModel, parts: Sequence[tuple[Batch, ContextMask | None]], dtype: torch.dtype
+    ) -> None:
+        """``parts``: by the number of the portion; each with the mask for its attention where it has not all tokens."""
+        self._layered, self._parts, self._dtype = layered, parts, dtype
         self._contexts: dict[int, Any] = {}
 
-    def context(self, assignment: int) -> Any:
-        """What layers that hold the same rows share (masks, positions); made on first use."""
-        if assignment not in self._contexts:
-            self._contexts[assignment] = self._layered.context(self._rows[assignment], self._dtype)
-        return self._contexts[assignment]
+    def context(self, portion: int) -> Any:
+        """What layers that read the same rows and tokens share (masks, positions); made on first use."""
+        if portion not in self._contexts:
+            batch, mask = self._parts[portion]
+            with given_mask(mask):
+                self._contexts[portion] = self._layered.context(batch, self._dtype)
+        return self._contexts[portion]
 
     def release(self) -> None:
         """Let go of masks and positions after backward."""
@@ -62,15 +68,17 @@ class Reader:
         self,
         layered: LayeredModel,
         needs: Sequence[frozenset[str]],
-        assignments: RowAssignments,
+        portions: Portions,
         index: int,
         *,
         micro_batches: int,
         settings: ComputeSettings,
     ) -> None:
-        """``needs``: names of the inputs that this stage's layers of each distinct assignment read; ``index``: of the
-        rank in its stage."""
-        self._layered, self._needs, self._assignments, self._index = layered, needs, assignments, index
+        """``needs``: names of the inputs that this stage's layers of each distinct portion read; ``index``: of the rank
+        in its stage."""
+        self._layered, self._needs, self._portions, self._index = layered, needs, portions, index
+        self.context_groups: Callable[[Portion], tuple[str, str]] = _none
+        """Names of the ring and of Ulysses' group that this rank is in, at layers with such a portion."""
         self.check_shapes: Callable[[tuple[tuple[str, tuple[int, ...]], ...]], None] | None = None
         """Called with the shapes of one sample of each input: raises where layers cannot be divided so."""
         self._taken = frozenset[str]().union(*(layer.inputs for layer in layered.layers)) | layered.required
@@ -78,14 +86,14 @@ class Reader:
 
     def local(self, batch: Batch, *, compared: bool = False) -> LocalBatch:
         """This rank's part of a whole batch; all ranks are given the same one. ``compared``: see whether they were."""
-        expected = self._assignments.rows * self._micro_batches
+        expected = self._portions.rows * self._micro_batches
         batch = self._layered.by_rows(batch)
         for name, tensor in batch.items():
             if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
                 given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else repr(tensor)
                 raise InvalidInput(
                     f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
-                    f"({self._micro_batches} micro-batches of {self._assignments.rows}), the same on every rank"
+                    f"({self._micro_batches} micro-batches of {self._portions.rows}), the same on every rank"
                 )
         unknown = sorted(batch.keys() - self._taken)
         if unknown:
@@ -108,22 +116,32 @@ class Reader:
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""
         rows: dict[str, set[int]] = {name: set() for name in self._layered.required - {"labels"}}
-        count = self._assignments.rows
+        count = self._portions.rows
         firsts = range(0, self._micro_batches * count, count)
-        for assignment, names in zip(self._assignments.distinct, self._needs, strict=True):
-            own = assignment.numbers(self._index)
+        for portion, names in zip(self._portions.distinct, self._needs, strict=True):
+            own = portion.rows.numbers(self._index)
             for name in names & rows.keys():
                 rows[name].update(first + row for first in firsts for row in own)
         return {name: frozenset(numbers) for name, numbers in rows.items()}
 
     def _part(self, batch: Batch, number: int) -> MicroBatch:
-        count = self._assignments.rows
+        count = self._portions.rows
         whole = {name: tensor[number * count : (number + 1) * count] for name, tensor in batch.items()}
-        rows = [
-            {
-                name: assignment.take(whole[name], self._index).to(self._device, non_blocking=True)
-                for name in names & batch.keys()
-            }
-            for assignment, names in zip(self._assignments.distinct, self._needs, strict=True)
-        ]
-        return MicroBatch(self._layered, rows, self._dtype)
+        parts = []
+        for portion, names in zip(self._portions.distinct, self._needs, strict=True):
+            own = {name: portion.rows.take(whole[name], self._index) for name in names & batch.keys()}
+            part, mask = self._sliced(own, portion)
+            parts.append(({name: tensor.to(self._device, non_blocking=True) for name, tensor in part.items()}, mask))
+        return MicroBatch(self._layered, parts, self._dtype)
+
+    def _sliced(self, rows: Batch, portion: Portion) -> tuple[Batch, ContextMask | None]:
+        """Of these rows the tokens that this rank reads, where it does not read all."""
+        if portion.context is None or not rows:
+            return rows, None
+        tokens = portion.tokens(self._index, max(tensor.shape[1] for tensor in rows.values() if tensor.ndim > 1))
+        parts, mask = sliced(rows, tokens, self.context_groups(portion), shifts=self._layered.shifts_labels)
+        return parts, mask.to(self._device)
+
+
+def _none(portion: Portion) -> tuple[str, str]:
+    return "", ""

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Kind, schedule_named
+from galvatron.core.spec import degree_of, schedule_named
 from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
@@ -20,13 +19,16 @@ from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.layout.groups import (
     GroupPool,
+    Position,
     StagePlan,
     backward_group,
+    context_groups,
     forward_group,
     needed_groups,
     tie_group,
 )
-from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.layout.portions import Portion, Portions
+from galvatron.runtime.layout.tokens import check_length
 from galvatron.runtime.model import ParallelModel, RankParts
 from galvatron.runtime.pipeline.run import GradientsFrom, Neighbours, Pipeline
 from galvatron.runtime.pipeline.transfer import StageEnd, StageTransfer
@@ -54,10 +56,7 @@ class _Builder:
             StagePlan(ranks=stage.devices, first=stage.layers[0].index, strategies=stage.strategies)
             for stage in plan.stages
         )
-        self.assignments = [
-            RowAssignments([strategy.batch_factors for strategy in stage.strategies], plan.micro_batch)
-            for stage in self.stages
-        ]
+        self.portions = [Portions(stage.strategies, plan.micro_batch) for stage in self.stages]
         self.pool = GroupPool(
             needed_groups(self.stages, plan.micro_batch, layered.ties, self.schedule, sums_rows=sums_rows(layered)),
             settings.device,
@@ -69,22 +68,21 @@ class _Builder:
         return self.stages[self.number]
 
     def build(self, weights: Weights) -> ParallelModel:
-        assignments = self.assignments[self.number]
-        mine = RankStage(
-            plan=self.stage, stages=self.stages, assignments=assignments, rank=self.rank, turns=self._turns
-        )
+        portions = self.portions[self.number]
+        mine = RankStage(plan=self.stage, stages=self.stages, portions=portions, rank=self.rank, turns=self._turns)
         assembly = assemble(self.layered, mine, self.pool, weights, self.settings)
         exchanges = self._exchanges(assembly)
         index = self.stage.ranks.index(self.rank)
         reader = Reader(
             self.layered,
             self._needs(),
-            assignments,
+            portions,
             index,
             micro_batches=self.plan.micro_batches,
             settings=self.settings,
         )
-        if any(strategy.sequence_parallel for stage in self.stages for strategy in stage.strategies):
+        reader.context_groups = self._context_groups
+        if any(strategy.layout.sequence for stage in self.stages for strategy in stage.strategies):
             reader.check_shapes = cache(self._check_lengths)
 
         def expect_backward(last: bool) -> None:
@@ -109,7 +107,7 @@ class _Builder:
             units=tuple(assembly.units),
             reader=reader,
             exchanges=tuple(exchanges),
-            loss_replicas=len(self.stages[-1].ranks) // last.data_degree,
+            loss_replicas=len(self.stages[-1].ranks) // degree_of(last.gradient_factors),
             shapes=self.shapes,
             buffers=Buffers(self.layered, assembly.stage.layers),
         )
@@ -123,25 +121,25 @@ class _Builder:
         return all(first.micro_batch == second.micro_batch for first, second in pairs)
 
     def _needs(self) -> list[frozenset[str]]:
-        assignments = self.assignments[self.number]
-        needs: list[frozenset[str]] = [frozenset()] * len(assignments.distinct)
-        for index, assignment in zip(self.stage.layers, assignments.numbers, strict=True):
-            needs[assignment] |= self.layered.layers[index].inputs
+        portions = self.portions[self.number]
+        needs: list[frozenset[str]] = [frozenset()] * len(portions.distinct)
+        for index, portion in zip(self.stage.layers, portions.numbers, strict=True):
+            needs[portion] |= self.layered.layers[index].inputs
         return needs
+
+    def _context_groups(self, portion: Portion) -> tuple[str, str]:
+        assert portion.context is not None
+        position = Position(self.stage.ranks, self.rank)
+        ring, ulysses = (self.pool.group(key) for key in context_groups(position, portion.context))
+        return "" if ring is None else ring.group_name, "" if ulysses is None else ulysses.group_name
 
     def _check_lengths(self, samples: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
         """Every rank finds out before any of them sends, because messages of other lengths would end the process."""
         for stage in self.stages:
             for index, strategy in zip(stage.layers, stage.strategies, strict=True):
-                degree = strategy.degree(Kind.TP)
-                if not strategy.sequence_parallel or degree == 1:
-                    continue
-                for shape in self.layered.carried(index, dict(samples)):
-                    if shape[0] % degree:
-                        raise InvalidInput(
-                            f"batch: sequences of {shape[0]} tokens cannot be divided over {degree} ranks, as "
-                            f"{str(strategy)!r} of layer {index} would; pad them to a multiple"
-                        )
+                if strategy.layout.sequence:
+                    for shape in self.layered.carried(index, dict(samples)):
+                        check_length(strategy.layout, shape[0], f"{str(strategy)!r} of layer {index}")
 
     def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
         layout = self.stage.strategies[0].layout
@@ -177,7 +175,7 @@ class _Builder:
 
     def _end(self, number: int, layer: int) -> StageEnd:
         stage = self.stages[number]
-        assignment = self.assignments[number].at[layer]
+        assignment = self.portions[number].assignments.at[layer]
         return StageEnd(ranks=stage.ranks, layout=stage.strategies[layer].layout, assignment=assignment)
 
     def _exchanges(self, assembly: Assembly) -> list[tuple[LocalParameter, TieExchange]]:

@@ -70,6 +70,7 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             strategy = Strategy.parse(layer.strategy)
             _check_sequence(layered, field, strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
+            _check_context(layered, layer.index, field, strategy)
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
                 raise InvalidInput(
@@ -123,16 +124,27 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
             split_activation_bytes=0,
             boundary_bytes=0,
             tensor_parallel=planned[name].tensor_parallel,
+            context=planned[name].context,
         )
         for name, count in counts.items()
     )
 
 
 def _check_sequence(layered: LayeredModel, field: str, strategy: Strategy) -> None:
-    if strategy.sequence_parallel and layered.wide_activations:
+    if strategy.layout.sequence and layered.wide_activations:
         raise InvalidInput(
             f"{field}: {str(strategy)!r} divides sequences, but the loss of this model has a term for the balance of "
-            "experts, which is counted by whole sequences; leave +sp out"
+            "experts, which is counted by whole sequences; leave +sp, ring and ulysses out"
+        )
+
+
+def _check_context(layered: LayeredModel, index: int, field: str, strategy: Strategy) -> None:
+    """Heads are counted, and lengths divided, when they are there."""
+    reason = layered.why_undivided(index) if strategy.context_factors else None
+    if reason is not None:
+        raise InvalidInput(
+            f"{field}: {str(strategy)!r} divides sequences, but {reason}; plan without context parallelism "
+            "(--no-context-parallel)"
         )
 
 

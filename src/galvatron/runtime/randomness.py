@@ -54,7 +54,7 @@ class LayerRandomness:
     seed: int
     layer: int
     rows: int
-    """Which rows of the batch this rank computes: its number under the layer's layout."""
+    """Which rows of the batch, and which of their tokens, this rank computes: its number among those with others."""
     tensor: int
     """Number among the tensor-parallel ranks."""
     sequence: bool

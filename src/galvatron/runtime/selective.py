@@ -61,13 +61,14 @@ _PRODUCTS = frozenset(
     {"aten.mm.default", "aten.addmm.default", "aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
 )
 _PROJECTIONS = "galvatron.project_"
+_OVER_RING = "galvatron.attend_over_ring_"
 
 
 @cache
 def is_kept(operation: Any, grade: Grade) -> bool:
     """Whether the results of an operation are kept."""
     name = str(operation)
-    if name in _ATTENTION or name.startswith(f"galvatron.{SENT}"):
+    if name in _ATTENTION or name.startswith((f"galvatron.{SENT}", _OVER_RING)):
         return True
     return grade is Grade.PRODUCTS and (name in _PRODUCTS or name.startswith(_PROJECTIONS))
 

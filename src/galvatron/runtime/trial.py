@@ -26,13 +26,14 @@ from galvatron.families.registry import layered_model
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
+from galvatron.runtime.layout.tokens import chunks_of
 
 __all__ = ["NotChecked", "Trial", "random_model", "small_images", "tiny_copy", "trial_batches", "trial_of"]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
 _LENGTH = 16
-"""Tokens of a sample, rounded up to what TP degrees divide."""
+"""Tokens of a sample, rounded up to what TP and context parallelism divide."""
 _SEED = 20_231_116
 _IGNORED_SHARE = 0.2
 
@@ -57,7 +58,7 @@ class Trial:
 def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
     """The tiny copy, or the model itself if it is small; raises :class:`NotChecked` where neither will do."""
     reasons = []
-    degree = max(strategy.degree(Kind.TP) for strategy in _strategies(plan))
+    degree = math.lcm(*(strategy.degree(Kind.TP) * strategy.degree(Kind.ULYSSES) for strategy in _strategies(plan)))
     experts = math.lcm(*(degree_of(strategy.expert_factors(Kind.EP)) for strategy in _strategies(plan)))
     for tiny in (True, False):
         try:
@@ -161,7 +162,8 @@ def _strategies(plan: Plan) -> list[Strategy]:
 
 
 def _length(plan: Plan) -> int:
-    return math.lcm(_LENGTH, *(strategy.degree(Kind.TP) for strategy in _strategies(plan)))
+    tensor = (strategy.degree(Kind.TP) for strategy in _strategies(plan))
+    return math.lcm(_LENGTH, *tensor, *(chunks_of(strategy.layout) for strategy in _strategies(plan)))
 
 
 def _rows(plan: Plan) -> int:

@@ -21,7 +21,7 @@ from galvatron.planner.plan.options import help_of
 from galvatron.planner.space import SPACES
 from galvatron.studio.guard import Application, Guard, TooLarge
 from galvatron.studio.question import SETUP, question_of
-from galvatron.studio.reply import DOWNLOADS, advice, planned, price, reply
+from galvatron.studio.reply import DOWNLOADS, Download, advice, download, price, reply
 
 __all__ = ["studio"]
 
@@ -49,7 +49,7 @@ def studio(port: int) -> Application:
         Route("/price", _answers(one, lambda text: price(question_of(text))), methods=["POST"]),
         Route("/advice", _answers(one, lambda text: advice(question_of(text))), methods=["POST"]),
         Route("/known", _known),
-        *(Route(f"/download/{each.file}", _download(one, each.make), methods=["POST"]) for each in DOWNLOADS),
+        *(Route(f"/download/{each.file}", _answers(one, _maker(each)), methods=["POST"]) for each in DOWNLOADS),
     ]
     return Guard(Starlette(routes=[*files, *answers]), port)
 
@@ -99,11 +99,8 @@ def _answers(one: threading.Lock, answer: Callable[[str], Any]) -> Callable[[Req
     return respond
 
 
-def _download(one: threading.Lock, make: Callable[[Any], str]) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        return await _answered(request, one, lambda text: Response(make(planned(question_of(text))).encode()))
-
-    return respond
+def _maker(wanted: Download) -> Callable[[str], Any]:
+    return lambda text: download(question_of(text), wanted)
 
 
 async def _answered(request: Request, one: threading.Lock, answer: Callable[[str], Response]) -> Response:

@@ -10,6 +10,9 @@ from typing import Any
 from galvatron.core.errors import Infeasible
 from galvatron.core.files.clusters import dump_cluster
 from galvatron.core.units import format_bytes
+from galvatron.planner.exchange.export import TARGETS, Export, export_plan
+from galvatron.planner.exchange.target import Target
+from galvatron.planner.exchange.views import export_file, export_lines
 from galvatron.planner.pages.plan_page import plan_cards, plan_facts, plan_page, plan_sections, plan_subtitle
 from galvatron.planner.plan.advice import make_plan, remedies
 from galvatron.planner.plan.answer_tables import answer_entry
@@ -21,7 +24,7 @@ from galvatron.planner.plan.trace import predicted_events, trace_text
 from galvatron.studio.question import Question
 from galvatron.studio.what_ifs import what_ifs
 
-__all__ = ["DOWNLOADS", "Download", "advice", "planned", "price", "reply"]
+__all__ = ["DOWNLOADS", "Download", "advice", "download", "planned", "price", "reply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,12 @@ class Download:
 
     file: str
     about: str
-    make: Callable[[Plan], str]
+    make: Callable[[Plan], str | Export]
+
+
+def _export(target: Target) -> Download:
+    about = f"flags or configuration of {target.title}; what it cannot run is replaced by the best plan that it can"
+    return Download(f"{target.name}{target.suffix}", about, lambda plan: export_plan(plan, target))
 
 
 DOWNLOADS = (
@@ -38,8 +46,17 @@ DOWNLOADS = (
     Download("plan.html", "a page to keep, takes some seconds", lambda plan: plan_page(plan, 2.0).html()),
     Download("plan.trace.json", "for Perfetto", lambda plan: trace_text(predicted_events(plan, timeline(plan)))),
     Download("cluster.toml", "the cluster, to edit", lambda plan: dump_cluster(plan.cluster.facts)),
+    *map(_export, TARGETS),
 )
 """What can be taken along; another format is another entry."""
+
+
+def download(question: Question, wanted: Download) -> dict[str, Any]:
+    """The text of a file, and what is to be said beside it."""
+    made = wanted.make(planned(question))
+    if isinstance(made, str):
+        return {"text": made, "said": []}
+    return {"text": export_file(made), "said": list(export_lines(made))}
 
 
 def planned(question: Question) -> Plan:

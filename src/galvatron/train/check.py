@@ -140,7 +140,12 @@ class _Job:
         facts = facts_of(layered, _training(self.config, self.as_named), self.name)
         layers, split = facts.spec().layers, [bool(layer.rules) for layer in layered.layers]
         experts = [layer.experts.count if layer.experts else 0 for layer in layered.layers]
-        examples = [*_examples(self.devices, layers, split), *_with_experts(self.devices, layers, split, experts)]
+        whole = [layered.why_undivided(index) for index in range(len(layers))]
+        examples = [
+            *_examples(self.devices, layers, split),
+            *_with_context(self.devices, whole),
+            *_with_experts(self.devices, layers, split, experts),
+        ]
         verdicts = []
         for name, stages in examples:
             if isinstance(stages, str):
@@ -243,6 +248,26 @@ def _with_tensor_parallelism(
         yield "TP, sequence parallel", "what its split parts leave whole cannot be divided along the sequence"
     sharded = f"sdp{outer}tp{degree}+rc" if outer else f"tp{degree}+rc"
     yield "DP, SDP and TP mixed", [stage(tensor, f"sdp{devices}", sharded, f"dp{devices}")]
+
+
+def _with_context(devices: int, reasons: Sequence[str | None]) -> Iterator[tuple[str, _Stages | str]]:
+    """Sequences divided; ``reasons``: of each layer, why its cannot be. Those layers are under DP."""
+    if devices == 1:
+        return
+    if all(reasons):
+        yield "CP", next(reason for reason in reasons if reason)
+        return
+
+    def stage(*strategies: str) -> _Stages:
+        turns = cycle(strategies)
+        return [[f"dp{devices}" if reason else next(turns) for reason in reasons]]
+
+    yield "CP, ring", stage(f"ring{devices}")
+    yield "CP, Ulysses", stage(f"ulysses{devices}")
+    half = devices // 2
+    if devices % 2 == 0 and half > 1:
+        strategies = (f"ring2-ulysses{half}", f"sdp2-ring{half}+rc", f"ulysses2-ring{half}+zero3", f"dp2-ulysses{half}")
+        yield "CP mixed", stage(*strategies)
 
 
 def _degrees(devices: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Starts a run's processes on this machine through torchrun's elastic agent, and says how they ended.
 
 The agent starts and stops them; who is to blame for a failure is found by the ranks' own watch, which leaves word in
-the run's folder. Requests to stop are passed on to the ranks, which save and end in order.
+the run's folder. Requests to stop are passed on to the ranks, which save and end in order; those that have not met yet
+have nothing to save and end at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -28,8 +31,10 @@ from galvatron.train.run_folder import RunFolder
 
 __all__ = ["Ended", "launch"]
 
-_OTHER_SIGNALS = "SIGHUP,SIGQUIT"
-"""Those that the agent handles itself: it ends the ranks."""
+_ENDING = (signal.SIGHUP, signal.SIGQUIT)
+"""What the agent handles itself once it has started the ranks: it ends them."""
+_LOOK_S = 0.1
+"""Between two looks for processes that have started since a request to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Ended:
     """How the processes ended."""
 
     status: int
-    """0, or the exit status of the rank that failed first."""
+    """0, or the exit status of the rank that failed first; 128 and a signal's number where that ended the run."""
     message: str = ""
     ranks: tuple[int, ...] = ()
     """Those to blame."""
@@ -61,13 +66,16 @@ def launch(folder: RunFolder, processes: int) -> Ended:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle=_OTHER_SIGNALS,
+        signals_to_handle=",".join(number.name for number in _heeded()),
     )
-    with _environment(processes), _signals_passed_on():
+    with _environment(processes), _signals_passed_on() as request:
         try:
             launch_agent(config, sys.executable, ["-u", "-m", "galvatron.train", str(folder.path)])
         except ChildFailedError as error:
-            return _ended(folder, error)
+            return _ended(folder, error, request.number)
+        except SignalException as error:
+            number = signal.Signals(error.sigval)
+            return Ended(128 + number, f"{number.name} ended the run at once; go on from its last save with --resume")
     return Ended(0)
 
 
@@ -86,19 +94,53 @@ def _environment(processes: int) -> Iterator[None]:
             del os.environ[name]
 
 
+class _PassedOn:
+    """A request to stop on its way to the ranks. Made and called in the main thread."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        """The first one that came."""
+        self._over = threading.Event()
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Ranks may still be coming: each is told when it is there."""
+        first, self.number = self.number is None, self.number or signal.Signals(number)
+        if first:
+            threading.Thread(target=self._tell, name="stop", daemon=True).start()
+
+    def _tell(self) -> None:
+        told: set[int] = set()
+        while not self._over.is_set():
+            for child in set(_children()) - told:
+                told.add(child)
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGTERM)
+            self._over.wait(_LOOK_S)
+
+    def over(self) -> None:
+        self._over.set()
+
+
+def _heeded() -> list[signal.Signals]:
+    """Not those that whoever started us wants ignored, as nohup does."""
+    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """As the agent does it."""
+    raise SignalException("ended by a signal", signal.Signals(number))
+
+
 @contextmanager
-def _signals_passed_on() -> Iterator[None]:
+def _signals_passed_on() -> Iterator[_PassedOn]:
     """SIGTERM and Ctrl-C go to the ranks, however often they come; the agent then sees them end in order."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for child in _children():
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    request = _PassedOn()
+    before = {number: signal.signal(number, request.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    before |= {number: signal.signal(number, _end) for number in _heeded()}
     try:
-        yield
+        yield request
     finally:
+        request.over()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -108,9 +150,15 @@ def _children() -> list[int]:
     return [int(child) for path in listed for child in path.read_text(encoding="ascii").split()]
 
 
-def _ended(folder: RunFolder, error: ChildFailedError) -> Ended:
-    """What the ranks said of the failure, or else what their exit codes say."""
+def _ended(folder: RunFolder, error: ChildFailedError, asked: signal.Signals | None) -> Ended:
+    """What the ranks said of the failure, or else what their exit codes say. ``asked``: a request to stop."""
     failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    if asked is not None and -signal.SIGTERM in failures.values():  # no rank that trains ends by it
+        return Ended(
+            128 + asked,
+            f"{asked.name} came while processes were starting: they have ended, and no step was trained; start again, "
+            "or go on with --resume",
+        )
     told: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         told = json.loads(folder.failure_file.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 import time
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron.measure.rehearsal.memory import CpuMeter
+from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.stopping import Agreement
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.run import PassTimer
@@ -100,6 +102,8 @@ class IterationTimes:
         self._parts: list[tuple[float, float, float, float]] = []
         self._count = 0
         self._data_s = 0.0
+        self._began: Moment | None = None
+        self._ended: Moment | None = None
 
     @contextmanager
     def step(self, *, plain: bool) -> Iterator[None]:
@@ -107,6 +111,8 @@ class IterationTimes:
         counts = plain and self._count >= _UNSETTLED
         if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
             self._pass_timer = self._stack.enter_context(self._model.timed())
+        if counts and self._began is None:
+            self._began = Moment.now()
         started = time.perf_counter()
         yield
         self.last_s = time.perf_counter() - started
@@ -115,6 +121,7 @@ class IterationTimes:
         if not counts:
             return
         self._iterations.append(self.last_s)
+        self._ended = Moment.now()
         if self._pass_timer is not None:
             self._note(taken)
         if len(self._parts) == _PARTS_OF:
@@ -149,3 +156,16 @@ class IterationTimes:
             RankTimes(work, waiting, data, rest, int(peak), int(elsewhere))
             for work, waiting, data, rest, peak, elsewhere in listed
         ]
+
+    def disturbed(self, agreement: Agreement) -> float:
+        """The part of this machine's cores that other programs had meanwhile; all ranks must ask."""
+        began, ended = self._began, self._ended
+        own_s = 0.0 if began is None or ended is None else ended.own_s - began.own_s
+        here = int.from_bytes(hashlib.sha256(machine().encode()).digest()[:6])
+        mine = torch.tensor([own_s, float(here)], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine, group=agreement.group)
+        if began is None or ended is None:
+            return 0.0
+        ours_s = sum(float(seconds) for seconds, where in everyone if int(where) == here)
+        return shares(began, ended, ours_s).disturbed

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from galvatron.core.units import format_bytes, format_seconds
+from galvatron.measure.figures import NOISY, QUIET, quality_in
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.record import PlannedStage
 
@@ -63,6 +64,8 @@ class Report:
     stages: tuple[StageReport, ...]
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the run, from the command to its end."""
+    disturbed: float = 0.0
+    """The part of the machine's cores that other programs had while it trained."""
 
     @classmethod
     def of(
@@ -84,6 +87,13 @@ class Report:
         """Measured over predicted, less one."""
         return self.measured_s / self.predicted_s - 1
 
+    @property
+    def compared(self) -> str:
+        """The difference, for people; that of a run among others says nothing about the plan."""
+        if self.disturbed > QUIET and self.difference > QUIET:
+            return f"the machine was busy: other programs had {self.disturbed:.0%} of its cores"
+        return f"{self.difference:+.1%}"
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "difference": self.difference, "explanation": list(explanation(self))}
 
@@ -96,7 +106,7 @@ def _predicted(plan: Plan, stage: PlannedStage) -> RankTimes:
     """
     use, count = stage.time, plan.micro_batches
     faster = min(1.0, plan.iteration_s / max(count * each.time_s for each in plan.stages))
-    work_s = faster * count * (use.compute_s + use.tp_s + use.ep_s + use.sdp_s + use.layout_s)
+    work_s = faster * count * (use.compute_s + use.tp_s + use.ep_s + use.cp_s + use.sdp_s + use.layout_s)
     rest_s = faster * (use.sync_s + use.optimizer_s)
     waiting_s = max(0.0, plan.iteration_s - work_s - rest_s) if plan.pipeline_degree > 1 else 0.0
     return RankTimes(work_s, waiting_s, 0.0, rest_s, stage.memory_bytes - stage.memory.reserved)
@@ -125,7 +135,7 @@ def report_view(plan: Plan, report: Report) -> RenderableType:
     title = Text("predicted and measured", style="bold")
     title.append(
         f"  iteration {format_seconds(report.predicted_s)} predicted, {format_seconds(report.measured_s)} measured "
-        f"({report.difference:+.1%}); {report.samples_per_s:.1f} samples/s; "
+        f"({report.compared}); {report.samples_per_s:.1f} samples/s; "
         f"loss {report.first_loss:.4f} → {report.last_loss:.4f} in {report.steps} steps",
         style="default",
     )
@@ -147,7 +157,16 @@ def report_view(plan: Plan, report: Report) -> RenderableType:
             memory,
         )
     lines = [Text(f"the difference: {line}", style="dim") for line in explanation(report)]
+    lines += [Text(line, style="dim") for line in _noisy(plan)]
     return Group(title, table, *lines, Text(phases_line(report.phases), style="dim"))
+
+
+def _noisy(plan: Plan) -> Iterator[str]:
+    """Whether what the prediction was made of was measured on a busy machine."""
+    for what, source in (("links", plan.cluster.facts.source), ("layers", plan.profile.source if plan.profile else "")):
+        quality = quality_in(source)
+        if quality is not None and quality.spread > NOISY:
+            yield f"{what} were measured while the machine was busy ({quality}); measure again with --fresh"
 
 
 def phases_line(phases: Mapping[str, float]) -> str:

@@ -34,7 +34,7 @@ def report_page(plan: Plan, report: Report, metrics: Sequence[dict[str, Any]]) -
         cards=[
             Card("loss", f"{report.last_loss:.4f}", f"from {report.first_loss:.4f}"),
             Card("iteration", format_seconds(report.measured_s), f"predicted {format_seconds(report.predicted_s)}"),
-            Card("measured against predicted", f"{report.difference:+.1%}"),
+            Card("measured against predicted", report.compared),
             Card("samples/s", f"{report.samples_per_s:.2f}", f"batch {plan.batch}"),
         ],
         sections=[Section("Loss", chart("losses")), beside, *plan_sections(plan, reasons)],

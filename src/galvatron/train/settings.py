@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text
 from galvatron.core.spec import optimizer_named
 
 __all__ = ["Decay", "Settings", "learning_rate"]
@@ -138,10 +138,7 @@ class Settings:
     @staticmethod
     def load(path: Path) -> Settings:
         """Read back what a run was started with."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidInput(f"{path}: cannot be read as the settings of a run: {error}") from error
+        content = parse(read_text(path, "the settings of a run"), str(path), "JSON")
         known = {field.name for field in fields(Settings)}
         if not isinstance(content, dict) or set(content) - known:
             unknown = ", ".join(sorted(set(content) - known)) if isinstance(content, dict) else repr(content)

@@ -62,7 +62,7 @@ def is_plan(source: str) -> bool:
         return False
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return True  # whatever reads plans will say what is wrong with it
     return isinstance(content, dict) and "stages" in content
 

@@ -44,9 +44,9 @@ _CUT_OFF_S = 15.0
 
 def train_rank(path: Path) -> None:
     """Train this rank's share of the run in this folder, from its newest checkpoint if there is one."""
-    stop = StopRequest()
     folder = RunFolder(path)
     join()
+    stop = StopRequest()  # until all have met there is nothing to save, and signals end the process
     report_failures()
     plan, settings = folder.load()
     check_world(plan, dist.get_world_size())
@@ -117,7 +117,7 @@ def _prepared(
     if checkpoints.latest() is not None:
         with phases.phase("loading", "loading the checkpoint"):
             loaded = checkpoints.load(model, optimizer)
-        step, start = loaded.step, Position.from_json(loaded.progress["data"])
+        step, start = loaded.step, Position.from_json(loaded.progress.get("data"))
         memory.phase_done("loading")
     loader = Loader(
         data.train,
@@ -165,6 +165,7 @@ def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None
     """Close what is open, and say how it went."""
     loop.loader.close()
     ranks = loop.times.of_all_ranks(loop.memory, loop.agreement)
+    disturbed = loop.times.disturbed(loop.agreement)
     if loop.display is None:
         return
     for sink in loop.sinks:
@@ -179,7 +180,7 @@ def _finish(folder: RunFolder, plan: Plan, loop: Loop, outcome: Outcome) -> None
         loop.display.say(phases_line(loop.phases.seconds))
         return
     report = Report.of(plan, ranks, iteration_s, outcome.losses, len(outcome.losses))
-    report = replace(report, phases=loop.phases.seconds)
+    report = replace(report, phases=loop.phases.seconds, disturbed=disturbed)
     folder.report_file.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     report_page(plan, report, read_metrics(folder.metrics_file)).save(folder.report_page_file)
     loop.display.view(report_view(plan, report))

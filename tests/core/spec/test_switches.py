@@ -30,7 +30,10 @@ def test_each_is_written_in_its_own_way() -> None:
 
 @pytest.mark.parametrize(
     ("text", "needed"),
-    [("dp2+sp", r"sequence parallelism \(\+sp\) needs a tp axis"), ("sdp2+zero2", "needs a dp axis and no sdp axis")],
+    [
+        ("dp2+sp", r"sequence parallelism \(\+sp\) needs a tp axis"),
+        ("sdp2+zero2", "needs a dp or ring or ulysses axis and no sdp axis"),
+    ],
 )
 def test_what_a_switch_lacks_is_said(text: str, needed: str) -> None:
     with pytest.raises(InvalidInput, match=needed):

@@ -151,8 +151,8 @@ def test_which_axes_divide_the_experts(strategy: str, allowed: bool) -> None:
         ({"forward_flops": 10**11}, r"experts\.forward_flops"),
         ({"activation_bytes": 81 * MB}, r"experts\.activation_bytes is 81000000; expected from 0 to 80000000"),
         ({"replicated_activation_bytes": 21 * MB}, r"experts\.replicated_activation_bytes"),
-        ({"imbalance": 0.5}, "8 experts with an imbalance of 0.5"),
-        ({"count": 0}, "0 experts"),
+        ({"imbalance": 0.5}, "imbalance is 0.5; expected a number from 1"),
+        ({"count": 0}, "count is 0; expected a whole number from 1"),
     ],
 )
 def test_figures_of_experts_are_part_of_the_layers(change: dict[str, float], message: str) -> None:

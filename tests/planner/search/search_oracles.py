@@ -137,10 +137,14 @@ def micro_batch_counts(problem: Problem, batch: int, degree: int) -> list[int]:
 
 
 def stage_costs(problem: Problem, degree: int) -> StageCosts:
-    """All candidates, none of them thinned."""
-    experts = problem.cost.model.has_experts
-    strategies = problem.space.strategies(problem.cost.cluster.devices // degree, experts=experts)
-    return problem.cost.stage(strategies, degree)
+    """All candidates, none of them thinned. Context axes are for models that have attention which can take them."""
+    model = problem.cost.model
+    strategies = problem.space.strategies(problem.cost.cluster.devices // degree, experts=model.has_experts)
+    attending = [kind for kind in model.kinds if kind.context is not None and kind.context.heads]
+    taken = [
+        own for own in strategies if own.context_degree == 1 or any(kind.allows_context(own) for kind in attending)
+    ]
+    return problem.cost.stage(taken or strategies, degree)
 
 
 def stage_of(

@@ -22,7 +22,8 @@ def _tied(problem: Problem, rng: np.random.Generator) -> Problem:
     *layers, last = problem.cost.model.layers
     size = 2 + int(max(layer.parameters for layer in (*layers, last)) * rng.choice([0.02, 0.2, 2.0]))
     tensor = TensorParallel(forward_collectives=1, backward_collectives=1, message_bytes=last.boundary_bytes)
-    layers[0] = replace(layers[0], name="first", parameters=size, tied_parameters=0, tensor_parallel=tensor)
+    layers[0] = replace(layers[0], name="first", replicated_parameters=min(size, layers[0].replicated_parameters))
+    layers[0] = replace(layers[0], parameters=size, tied_parameters=0, tensor_parallel=tensor)
     head = replace(last, name="head", parameters=size, tied_parameters=size, replicated_parameters=0)
     head = replace(head, tensor_parallel=tensor if rng.random() < 0.6 else None)
     if len(layers) > 2 and rng.random() < 0.5:

@@ -47,7 +47,9 @@ def price(problem: Problem, owner: frozenset[Factor], layer: LayerSpec, strategy
         seconds = (3 if strategy.recompute else 2) * (weight * (parts - 1) / parts / link.bytes_per_s + link.latency_s)
     copy = weight if parts > 1 else 0
     gradient = 2 * weight + weight / parts if parts > 1 else weight + weight / mine  # whole, padded, scattered
-    over = max(gradient - _working(layer, strategy, mine) * micro_batch / strategy.data_degree, 0)
+    over = max(
+        gradient - _working(layer, strategy, mine) * micro_batch / strategy.data_degree / strategy.context_degree, 0
+    )
     kept, again = (0, copy) if strategy.recompute else (copy, 0)
     return Price(_up(seconds * 1e9), kept, _up(again + over))
 

@@ -11,6 +11,7 @@ import pytest
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Axis, Kind, Strategy, prime_factors
 from galvatron.planner.space import (
+    CONTEXT_1,
     EXPERT_RULES,
     EXTENDED,
     PAPER,
@@ -182,3 +183,52 @@ def test_axes_of_experts(devices: int) -> None:
     for off in (replace(space, switches=PAPER), replace(space, kinds=frozenset({Kind.DP, Kind.TP}))):
         assert off.strategies(devices, experts=True) == off.strategies(devices)
     assert not any(space_named(space.name, EXTENDED).has_experts for space in SPACES if space.name != "full")
+
+
+_CONTEXT = Switches(context_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("devices", "pruned"),
+    [(8, [34, 16, 5, 1]), (16, [61, 34, 16, 5, 1]), (64, [150, 99, 61, 34, 16, 5, 1]), (12, None), (60, None)],
+)
+def test_counts_with_context_parallelism(devices: int, pruned: list[int] | None) -> None:
+    """Beside the paper's counts: each choice of degrees of a data axis, Ring, Ulysses and TP with one of the middle
+    two above 1 adds a path, and two where data can be DP or SDP; with hybrid sharding DP over SDP as well."""
+    for switches, most in ((_CONTEXT, 1), (replace(_CONTEXT, hybrid_sharding=True), 2)):
+        sizes = []
+        for stage in (devices // degree for degree in divisors(devices)):
+            whole = len(
+                Space(name="full", title="", switches=replace(switches, context_parallel=False)).strategies(stage)
+            )
+            more = 0
+            for degrees in product(divisors(stage), repeat=5):
+                if prod(degrees) == stage and degrees[2] * degrees[3] > 1:
+                    more += sum(degree > 1 for degree in degrees[:2]) <= most
+            sizes.append(whole + more)
+        assert _sizes(devices, switches) == sizes
+        if pruned is not None and most == 1:
+            assert sizes == pruned
+
+
+@pytest.mark.parametrize("devices", [2, 6, 8, 12])
+def test_context_axes_have_one_order(devices: int) -> None:
+    space = Space(name="full", title="", switches=replace(EXTENDED, context_parallel=True, hybrid_sharding=True))
+    strategies = space.strategies(devices)
+    assert len(set(strategies)) == len(strategies)
+    order = ["dp", "sdp", "ring", "ulysses", "tp"]
+    for strategy in strategies:
+        strategy.check()
+        assert strategy.devices == devices
+        places = [order.index(axis.kind) for axis in strategy.axes]
+        assert strategy.context_degree == 1 or places == sorted(places)
+        assert not (CONTEXT_1.forbids and CONTEXT_1.forbids(strategy))
+    texts = {str(strategy) for strategy in strategies}
+    assert {f"ring{devices}+zero3", f"ulysses{devices}+zero2+rc", f"ulysses{devices}+rs"} <= texts
+    without = Space(name="full", title="", switches=replace(EXTENDED, hybrid_sharding=True)).strategies(devices)
+    assert tuple(each for each in strategies if each.context_degree == 1) == without, "others stay as they were"
+
+
+def test_only_the_full_space_has_context_axes() -> None:
+    on = replace(EXTENDED, context_parallel=True)
+    assert [space.name for space in SPACES if space_named(space.name, on).has_context] == ["full"]

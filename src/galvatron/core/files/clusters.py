@@ -29,32 +29,32 @@ from galvatron.core.files.tables import (
     whole,
 )
 from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, MeasuredGroup
+from galvatron.core.spec.figures import MOST_DEVICES
 from galvatron.core.units import format_bytes
 
 __all__ = ["cluster_names", "cluster_of_text", "cluster_schema", "dump_cluster", "is_preset", "load_cluster"]
 
 _FOLDER = "clusters"
-_MOST_DEVICES = 2**20
-_RESERVED = BYTES.between("0B", "1024TiB")
+_RESERVED = BYTES.between("0B", "8TiB")
 _LATENCY = SECONDS.between("0s", "1s")
 _PASS = SECONDS.between("0s", "10s")
 
 
 def _ascending(ranks: list[int]) -> None:
-    if ranks[0] < 0 or ranks[-1] >= _MOST_DEVICES or any(a >= b for a, b in pairwise(ranks)):
-        raise ValueError(f"ranks from 0 to {_MOST_DEVICES - 1} in ascending order, such as [0, 1]")
+    if ranks[0] < 0 or ranks[-1] >= MOST_DEVICES or any(a >= b for a, b in pairwise(ranks)):
+        raise ValueError(f"ranks from 0 to {MOST_DEVICES - 1} in ascending order, such as [0, 1]")
 
 
-_RANK_SCHEMA = {"items": {"type": "integer", "minimum": 0, "maximum": _MOST_DEVICES - 1}}
+_RANK_SCHEMA = {"items": {"type": "integer", "minimum": 0, "maximum": MOST_DEVICES - 1}}
 _RANKS = Value(
-    list[int], {"min_length": 2, "max_length": _MOST_DEVICES, "json_schema_extra": _RANK_SCHEMA}, _ascending, tuple
+    list[int], {"min_length": 2, "max_length": MOST_DEVICES, "json_schema_extra": _RANK_SCHEMA}, _ascending, tuple
 )
 
 _DEVICE = Table(
     Device,
     (
         Key("name", "name", NAME, "the accelerator's name"),
-        Key("memory", "memory_bytes", BYTES.between("1MiB", "1024TiB"), "memory of one device, such as 24GiB"),
+        Key("memory", "memory_bytes", BYTES.between("1MiB", "8TiB"), "memory of one device, such as 24GiB"),
         Key("memory_bandwidth", "memory_bytes_per_s", BANDWIDTH, "achieved bandwidth of that memory"),
         Key("fp32", "fp32_flops_per_s", COMPUTE_RATE, "achieved rate of a Transformer layer's forward in fp32"),
         Key("bf16", "bf16_flops_per_s", COMPUTE_RATE, "the same in bf16; left out where the device has none"),
@@ -74,7 +74,7 @@ _LEVEL = Table(
     Level,
     (
         Key("name", "name", NAME, "what the level is, such as node"),
-        Key("units", "units", whole(2, _MOST_DEVICES), "how many devices, or islands of the level before, it joins"),
+        Key("units", "units", whole(2, MOST_DEVICES), "how many devices, or islands of the level before, it joins"),
         Key("shared", "shared", FLAG, "true: a unit's devices divide one link; false: each device has a lane"),
         Key("bandwidth", "bytes_per_s", BANDWIDTH, "ring bandwidth of the shared link, or of one lane"),
         Key("transfer_bandwidth", "transfer_bytes_per_s", BANDWIDTH, "the same between stages, if not that of a ring"),
@@ -181,8 +181,6 @@ def _checked(cluster: Cluster, file: str) -> Cluster:
             f"{file}: reserved is {format_bytes(cluster.reserved_bytes)}, but device.memory is "
             f"{format_bytes(cluster.device.memory_bytes)}; expected less, so that tensors have room"
         )
-    if cluster.devices > _MOST_DEVICES:
-        raise InvalidInput(f"{file}: levels join {cluster.devices} devices; expected at most {_MOST_DEVICES}")
     if (cluster.device.host_bytes_per_s is None) != (cluster.device.host_memory_bytes is None):
         raise InvalidInput(f"{file}: device has one of host_bandwidth and host_memory; expected both or neither")
     seen: set[tuple[int, ...]] = set()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import invalid, read_text
+from galvatron.core.files.reader import invalid, naming, read_text
+from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.core.spec.model import LayerSpec, ModelSpec, Training
 
 __all__ = ["MARK", "dump_model", "model_of_content", "read_model"]
@@ -56,7 +57,8 @@ def model_of_content(text: str, where: str) -> ModelSpec:
     from pydantic import TypeAdapter, ValidationError  # presets need it not, and it takes 70 ms
 
     try:
-        file = TypeAdapter(_ModelFile).validate_json(text, strict=True)
+        with naming(where):
+            file = TypeAdapter(_ModelFile).validate_json(text, strict=True)
     except ValidationError as error:
         raise InvalidInput(f"{invalid(error, where)}; trace the model again") from None
     kinds = {kind.name: kind for kind in file.kinds}
@@ -66,5 +68,7 @@ def model_of_content(text: str, where: str) -> ModelSpec:
             f"order names {unknown[0]!r}, which is not among kinds" if unknown else f"version {file.galvatron_model}"
         )
         raise InvalidInput(f"{where}: {wrong}; expected a model file of version {_VERSION}; trace the model again")
+    if sum(max(count, 0) for _, count in file.order) > MOST_LAYERS:
+        raise InvalidInput(f"{where}: order has more than {MOST_LAYERS} layers; trace the model again")
     layers = tuple(kinds[name] for name, count in file.order for _ in range(count))
     return ModelSpec(name=file.name, family=file.family, layers=layers, training=file.training, config=file.config)

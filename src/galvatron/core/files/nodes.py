@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.cluster import Cluster
+from galvatron.core.spec.figures import MOST_DEVICES
 from galvatron.core.units import parse_bytes_per_s
 
 __all__ = ["NodesOf", "fewer", "linked", "named_size", "nodes_of", "plain_size"]
@@ -85,14 +86,22 @@ def _counted(template: Cluster, size: NodesOf) -> tuple[int, int]:
                 f"cluster: {size.count} devices of {template.name} asked for; expected 1 to {most}, which are one "
                 f"node, or a multiple of {most}; other nodes are written {template.name}:NODESxGPUS"
             )
-        return nodes, each
+        return _few_enough(size, nodes, each)
     each = most if size.each is None else size.each
     if not 1 <= each <= most or size.nodes < 1:
         raise InvalidInput(
             f"cluster: {size.name!r} given; a node of {template.name} has 1 to {most} devices, as in "
             f"{template.name}:{most} or {template.name}:2x{most}"
         )
-    return size.nodes, each
+    return _few_enough(size, size.nodes, each)
+
+
+def _few_enough(size: NodesOf, nodes: int, each: int) -> tuple[int, int]:
+    if nodes * each > MOST_DEVICES:
+        raise InvalidInput(
+            f"cluster: {size.name!r} given, which has {nodes * each} devices; expected at most {MOST_DEVICES}"
+        )
+    return nodes, each
 
 
 def fewer(cluster: Cluster, devices: int) -> Cluster:

@@ -9,23 +9,29 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import stat
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, OutOfRange
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
 
-__all__ = ["field_path", "invalid", "parse", "read_text", "shown", "validate"]
+__all__ = ["field_path", "invalid", "naming", "parse", "read_text", "shown", "validate"]
 
 _Model = TypeVar("_Model", bound="BaseModel")
 _LONGEST_SHOWN = 60
 """Characters of a value that a message repeats: a file may hold a megabyte where a name should be."""
 _MOST_PROBLEMS = 50
+_MOST_BYTES = 2**28
+"""Of a file: a plan for a thousand devices has a few million."""
+_DEEP_KEY = re.compile(r"""^\s*\[*\s*(?:[\w"'-]+\s*\.\s*){500}""", re.MULTILINE)
+"""A key of so many parts takes tomllib a time that grows with their square."""
 _PREFIX = re.compile(r"^(Input should be|Value error,|\w+ should have) ")
 """How pydantic's messages start; what follows is what is expected."""
 
@@ -33,6 +39,11 @@ _PREFIX = re.compile(r"^(Input should be|Value error,|\w+ should have) ")
 def read_text(path: Path, what: str) -> str:
     """The text of a file; ``what`` says in errors what it should hold, such as "a cluster in TOML"."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # reading a pipe may never end
+            raise InvalidInput(f"{path}: is a pipe or a device, not a file; expected {what}")
+        if about.st_size > _MOST_BYTES:
+            raise InvalidInput(f"{path}: has {about.st_size} bytes; expected {what}, of at most {_MOST_BYTES}")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise InvalidInput(f"{path}: no such file; expected {what}") from None
@@ -43,8 +54,19 @@ def read_text(path: Path, what: str) -> str:
         raise InvalidInput(f"{path}: cannot be read ({reason}); expected {what}") from None
 
 
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Errors about what a file holds begin with the file's name."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise type(error)(f"{file}: {error}") from None
+
+
 def parse(text: str, file: str, language: Literal["TOML", "JSON"]) -> Any:
     """The content of a file; ``file`` is its name in errors."""
+    if language == "TOML" and _DEEP_KEY.search(text):
+        raise InvalidInput(f"{file}: is nested too deep to be read as {language}")
     try:
         return tomllib.loads(text) if language == "TOML" else json.loads(text, parse_constant=_no_constant)
     except ValueError as error:  # integers of thousands of digits too
@@ -69,7 +91,7 @@ def validate(model: type[_Model], content: object, file: str) -> _Model:
 
 def invalid(error: ValidationError, file: str, model: type[BaseModel] | None = None) -> InvalidInput:
     """pydantic's errors in our words, a line each; a model's fields say what is missing and which keys are known."""
-    problems = error.errors(include_url=False, include_context=False)
+    problems = error.errors(include_url=False)
     lines = [f"{file}: {_explained(problem, model)}" for problem in problems[:_MOST_PROBLEMS]]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(f"{file}: has {len(problems) - _MOST_PROBLEMS} more problems, of which the first are above")
@@ -110,6 +132,8 @@ def _explained(problem: ErrorDetails, model: type[BaseModel] | None) -> str:
         close = difflib.get_close_matches(str(location[-1])[:_LONGEST_SHOWN], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         return f"{field} is not a known key; {hint}"
+    if isinstance(problem.get("ctx", {}).get("error"), OutOfRange):  # of a table, which names its field
+        return f"{field}: {_PREFIX.sub('', problem['msg'])}"
     expected = f"expected {_PREFIX.sub('', problem['msg']).partition(' after validation')[0]}"
     if kind == "model_type" and model:
         expected = f"expected a table with the keys {', '.join(_table(model, location).model_fields)}"

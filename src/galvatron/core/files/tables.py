@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import parse, read_text, shown, validate
+from galvatron.core.files.reader import naming, parse, read_text, shown, validate
 from galvatron.core.units import parse_bytes, parse_bytes_per_s, parse_flops, parse_seconds
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class Table(Generic[_T]):
         """The object in the text of a file, which is checked; ``file`` is its name in errors."""
         content = parse(text, file, "TOML")
         validate(self.model, content, file)
-        return self.make_one(content)
+        with naming(file):
+            return self.make_one(content)
 
     def load(self, source: str | Path, folder: str, what: str) -> _T:
         """What ``source`` names: the path of a ``.toml`` file, or a preset of the folder."""

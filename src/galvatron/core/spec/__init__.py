@@ -1,9 +1,24 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
 from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup
+from galvatron.core.spec.layout import (
+    Factor,
+    Factors,
+    Layout,
+    SequenceChange,
+    coordinate,
+    degree_of,
+    factor_by_factor,
+    gathered_factors,
+    lines_up,
+    prime_factors,
+    sequence_change,
+    sequence_pieces,
+)
 from galvatron.core.spec.model import (
     LOSS_CHUNK_CELLS,
     Attention,
+    Context,
     Experts,
     FusedLoss,
     Kept,
@@ -16,23 +31,20 @@ from galvatron.core.spec.model import (
 from galvatron.core.spec.optimizer import ADAMW, GRADIENT_BYTES, OPTIMIZERS, SGD, OptimizerSpec, optimizer_named
 from galvatron.core.spec.profile import LayerGrade, LayerMemory, LayerTime, ModelProfile
 from galvatron.core.spec.schedule import GPIPE, ONE_F_ONE_B, SCHEDULES, Action, Pass, Schedule, schedule_named
-from galvatron.core.spec.strategy import (
-    Axis,
-    Factor,
-    Factors,
-    Kind,
-    Layout,
-    Strategy,
-    degree_of,
-    factor_by_factor,
-    gathered_factors,
-    lines_up,
-    prime_factors,
+from galvatron.core.spec.strategy import Axis, Kind, Strategy
+from galvatron.core.spec.switches import (
+    CONTEXT_KINDS,
+    DENSE_KINDS,
+    LAYER_SWITCHES,
+    SWITCHES,
+    Switch,
+    SwitchChoices,
+    Switches,
 )
-from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, SWITCHES, Switch, SwitchChoices, Switches
 
 __all__ = [
     "ADAMW",
+    "CONTEXT_KINDS",
     "DENSE_KINDS",
     "GPIPE",
     "GRADIENT_BYTES",
@@ -48,6 +60,7 @@ __all__ = [
     "Axis",
     "Cluster",
     "Collective",
+    "Context",
     "Device",
     "Experts",
     "Factor",
@@ -69,12 +82,14 @@ __all__ = [
     "Pass",
     "Precision",
     "Schedule",
+    "SequenceChange",
     "Strategy",
     "Switch",
     "SwitchChoices",
     "Switches",
     "TensorParallel",
     "Training",
+    "coordinate",
     "degree_of",
     "factor_by_factor",
     "gathered_factors",
@@ -82,4 +97,6 @@ __all__ = [
     "optimizer_named",
     "prime_factors",
     "schedule_named",
+    "sequence_change",
+    "sequence_pieces",
 ]

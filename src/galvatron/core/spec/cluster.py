@@ -17,11 +17,15 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, OutOfRange
+from galvatron.core.spec.figures import MOST_DEVICES, check_figures
+from galvatron.core.spec.layout import Factor, degree_of
 from galvatron.core.spec.model import Precision
-from galvatron.core.spec.strategy import Factor, degree_of
 
-__all__ = ["Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+__all__ = ["MOST_MEMORY_BYTES", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
+
+MOST_MEMORY_BYTES = 2**43
+"""Of one device, 8 TiB: less than what the search takes for more than any device has."""
 
 
 _PEAKS = ("fp32_peak_flops_per_s", "bf16_peak_flops_per_s")
@@ -59,6 +63,13 @@ class Device:
     """What an hour of it costs, in whatever currency; None: not said. Changes no plan."""
     power_w: float | None = None
     """What it draws while it trains, its share of the host included where that is known; None: not said."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"device {self.name!r}")
+        if not 1 <= self.memory_bytes <= MOST_MEMORY_BYTES:
+            raise OutOfRange(
+                f"device {self.name!r}: memory_bytes is {self.memory_bytes}; expected from 1 to {MOST_MEMORY_BYTES}"
+            )
 
     def flops_per_s(self, precision: Precision) -> float:
         rates = {
@@ -102,6 +113,9 @@ class Level:
     shared: bool
     """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
 
+    def __post_init__(self) -> None:
+        check_figures(self, f"level {self.name!r}")
+
 
 class Collective(StrEnum):
     """What a group does together. An all-reduce makes two passes over its members, the others one."""
@@ -142,6 +156,9 @@ class MeasuredGroup:
     """None: it was not measured, and follows from the levels."""
     all_to_all_latency_s: float | None = None
 
+    def __post_init__(self) -> None:
+        check_figures(self, f"group {self.ranks}")
+
     def link(self, collective: Collective) -> Link | None:
         """What was measured of a collective; None: nothing."""
         bytes_per_s = getattr(self, f"{collective}_bytes_per_s")
@@ -170,6 +187,13 @@ class Cluster:
     """Where a group was measured, that is preferred to what the levels say."""
     source: str = ""
     """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"cluster {self.name!r}")
+        if self.devices > MOST_DEVICES:
+            raise OutOfRange(
+                f"cluster {self.name!r}: its levels join {self.devices} devices; expected at most {MOST_DEVICES}"
+            )
 
     @cached_property
     def devices(self) -> int:
@@ -207,6 +231,26 @@ class Cluster:
             measured = group.link(collective) if group else None
             self._links[key] = measured or self._slowest_crossing(factors, collective)
         return self._links[key]
+
+    def pass_link(self, factors: frozenset[Factor]) -> Link:
+        """What each member of such a group gets that sends to the next one while it receives from the one before.
+
+        As measured of an all-gather, which rings make of such passes. By the levels one member of a group leaves each
+        unit, so where links are not shared it has one lane; latency is that of the farthest step.
+        """
+        if not factors:
+            return Link(math.inf, 0.0)
+        group = self._measured.get(_members(factors))
+        if group is not None:
+            return Link(group.all_gather_bytes_per_s, group.all_gather_latency_s)
+        bytes_per_s, latency_s, unit_size = math.inf, 0.0, 1
+        for level in self.levels:
+            if any(unit_size % factor.block for factor in factors):
+                lanes = self._lanes(factors, unit_size, level.shared) if level.shared else 1.0
+                bytes_per_s = min(bytes_per_s, (level.transfer_bytes_per_s or level.bytes_per_s) * lanes)
+                latency_s = max(latency_s, level.latency_s)
+            unit_size *= level.units
+        return Link(bytes_per_s, latency_s)
 
     @cached_property
     def _links(self) -> dict[tuple[frozenset[Factor], Collective], Link]:

@@ -15,17 +15,20 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import InvalidInput, OutOfRange
+from galvatron.core.spec.figures import MOST_LAYERS, check_figures
 from galvatron.core.spec.float8 import Float8
+from galvatron.core.spec.layout import degree_of
 from galvatron.core.spec.optimizer import ADAMW
-from galvatron.core.spec.parts import Experts, FusedLoss, Kept, TensorParallel
-from galvatron.core.spec.strategy import Kind, Strategy, degree_of
+from galvatron.core.spec.parts import Context, Experts, FusedLoss, Kept, TensorParallel
+from galvatron.core.spec.strategy import Kind, Strategy
 from galvatron.core.spec.tuning import Lora, Tuning, stock_kind
 
 __all__ = [
     "DEFAULT_LONGEST",
     "LOSS_CHUNK_CELLS",
     "Attention",
+    "Context",
     "Experts",
     "FusedLoss",
     "Kept",
@@ -99,6 +102,9 @@ class Training:
     lora: Lora | None = None
     """Adapters that train, while all that the model has itself does not; None: there are none."""
 
+    def __post_init__(self) -> None:
+        check_figures(self, "training")
+
     @property
     def tunes(self) -> bool:
         """Whether some parameters are frozen."""
@@ -163,8 +169,19 @@ class LayerSpec:
     """With selective recompute; None: there is nothing to select, or nobody knows."""
     but_attention: Kept | None = None
     """With recompute of all but attention; None: it has no fused attention, or nobody knows."""
+    context: Context | None = None
+    """None: its sequences cannot be divided over devices (windows, recurrences), or nobody knows whether."""
 
     def __post_init__(self) -> None:
+        for part in (self, self.experts, self.tuning, self.fused_loss, self.float8, self.selective, self.but_attention):
+            if part is not None:
+                check_figures(part, f"layer {self.name!r}")
+        for name in ("tied_parameters", "replicated_parameters"):
+            if getattr(self, name) > self.parameters:
+                raise OutOfRange(
+                    f"layer {self.name!r}: {name} is {getattr(self, name)}; expected at most its parameters, "
+                    f"{self.parameters}"
+                )
         if self.experts is not None:
             self._check_experts(self.experts)
 
@@ -177,15 +194,10 @@ class LayerSpec:
             ("replicated_activation_bytes", self.replicated_activation_bytes),
         ):
             if not 0 <= getattr(experts, name) <= whole:
-                raise InvalidInput(
+                raise OutOfRange(
                     f"layer {self.name!r}: experts.{name} is {getattr(experts, name)}; expected from 0 to {whole}, "
                     "for it is part of the layer's"
                 )
-        if experts.count < 1 or not experts.imbalance >= 1:
-            raise InvalidInput(
-                f"layer {self.name!r}: {experts.count} experts with an imbalance of {experts.imbalance:g}; expected at "
-                "least 1 of each"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """As plan files have it. What came later and is not used is left out: digests and files of those plans stay
@@ -193,7 +205,7 @@ class LayerSpec:
         facts = asdict(self)
         if not self.replicated_flops:
             del facts["replicated_flops"]
-        for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention"):
+        for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention", "context"):
             if facts[name] is None:
                 del facts[name]
         return facts
@@ -243,6 +255,10 @@ class LayerSpec:
         lengths = self.tensor_parallel.sequence_divides if self.tensor_parallel else ()
         return bool(lengths) and all(length % degree == 0 for length in lengths)
 
+    def allows_context(self, strategy: Strategy) -> bool:
+        """Whether sequences of the layer can be divided as the strategy says. Without context axes any layer goes."""
+        return strategy.context_degree == 1 or (self.context is not None and self.context.allows(strategy))
+
     def allows_grade(self, strategy: Strategy) -> bool:
         """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
         results can be kept are offloaded: others have little to offload. What experts with axes of their own keep is
@@ -281,6 +297,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidInput(f"model {self.name!r}: it has no layers; a model needs at least one")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidInput(f"model {self.name!r}: it has {len(self.layers)} layers; expected at most {MOST_LAYERS}")
         kinds: dict[str, LayerSpec] = {}
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:
@@ -303,12 +321,18 @@ class ModelSpec:
             and (not strategy.fused_loss or kind.fused_loss is not None)
             and (not strategy.float8 or kind.float8 is not None)
             and kind.allows_grade(strategy)
+            and kind.allows_context(strategy)
         )
 
     @cached_property
     def has_experts(self) -> bool:
         """Whether any of its layers has experts."""
         return any(kind.experts is not None for kind in self.kinds)
+
+    @cached_property
+    def divisible(self) -> bool:
+        """Whether sequences of any of its layers with attention can be divided over devices."""
+        return any(kind.context is not None and kind.context.heads for kind in self.kinds)
 
     @cached_property
     def splittable(self) -> bool:
@@ -325,6 +349,10 @@ class ModelSpec:
         """The stock model: nothing frozen, nothing added."""
         layers = tuple(layer.untuned() for layer in self.layers)
         return replace(self, layers=layers, training=self.training.untuned())
+
+    def undivided(self) -> ModelSpec:
+        """The same without what is known of dividing its sequences, which is no part of what it computes."""
+        return replace(self, layers=tuple(replace(layer, context=None) for layer in self.layers))
 
     @cached_property
     def parameters(self) -> int:
@@ -359,7 +387,7 @@ class ModelSpec:
         """Identifies layers and training, whatever file or preset they came from."""
         facts = {
             "family": self.family,
-            "kinds": [kind.to_dict() for kind in self.kinds],
+            "kinds": [kind.to_dict() for kind in self.undivided().kinds],
             "order": [layer.name for layer in self.layers],
             "training": self.training.to_dict(),
         }
@@ -369,7 +397,7 @@ class ModelSpec:
     def layers_digest(self) -> str:
         """Identifies what a profile measures: kinds of layer and how they compute, whatever their number and order, and
         whatever of them is frozen."""
-        stock = self.untuned()
+        stock = self.untuned().undivided()
         balanced = (
             kind if kind.experts is None else replace(kind, experts=replace(kind.experts, imbalance=1.0))
             for kind in stock.kinds

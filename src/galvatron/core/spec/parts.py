@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Experts", "FusedLoss", "Kept", "TensorParallel"]
+from galvatron.core.errors import OutOfRange
+from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.strategy import Kind, Strategy
+
+__all__ = ["Context", "Experts", "FusedLoss", "Kept", "TensorParallel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +26,51 @@ class TensorParallel:
     sequence_divides: tuple[int, ...] = ()
     """Lengths of the sequences along which what TP replicates can be divided; with sequence parallelism the degree must
     divide each of them. Empty: it cannot be divided."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, "tensor_parallel")
+        for name in ("divides", "sequence_divides"):
+            wrong = [count for count in getattr(self, name) if not 1 <= count < 2**63]
+            if wrong:
+                raise OutOfRange(f"tensor_parallel: {name} holds {wrong[0]}; expected numbers from 1 to {2**63 - 1}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """How the sequences of a layer can be divided over devices (context parallelism).
+
+    A layer without attention along the sequence (embedding, head) has a length alone: it works on its slice.
+    """
+
+    length: int
+    """Tokens of a sample."""
+    heads: int = 0
+    """Of attention; 0: the layer has none. The degree of Ulysses must divide them, and those of keys and values."""
+    key_value_heads: int = 0
+    causal: bool = True
+    """Whether a token attends to those before it only."""
+    ring: bool = True
+    """Whether keys and values may go round: not where attention has dropout."""
+    attention_flops: int = 0
+    """Of the layer's forward_flops, those of scores and their products with values, as a kernel does them that leaves
+    out what a causal mask hides; part of what TP divides."""
+    query_bytes: int = 0
+    """Queries of one sample, and as much the result of attention."""
+    key_value_bytes: int = 0
+    """Keys and values of one sample together."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, "context")
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether heads and tokens divide. TP divides heads before Ulysses does; a ring needs two chunks a rank."""
+        ring, ulysses, tensor = (strategy.degree(kind) for kind in (Kind.RING, Kind.ULYSSES, Kind.TP))
+        if any(heads % (tensor * ulysses) for heads in (self.heads, self.key_value_heads)):
+            return False
+        if ring > 1 and not self.ring:
+            return False
+        slices = tensor if strategy.sequence_parallel else 1
+        return self.length % ((2 * ring if ring > 1 else 1) * ulysses * slices) == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

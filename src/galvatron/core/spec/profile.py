@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from galvatron.core.spec.figures import check_figures
+
 __all__ = ["LayerGrade", "LayerMemory", "LayerTime", "ModelProfile"]
 
 
@@ -44,6 +46,9 @@ class LayerTime:
     in it, what sorting them takes is."""
     fused_loss: bool = False
 
+    def __post_init__(self) -> None:
+        check_figures(self, f"times of {self.layer!r}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemory:
@@ -56,6 +61,9 @@ class LayerMemory:
     """Most that backward takes on top."""
     tp: int = 1
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"memory of {self.layer!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +79,9 @@ class LayerGrade:
     """What it takes besides, however few the samples."""
     activation_bytes: int
     """Saved for backward by one sample, the layer's input included."""
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"grade {self.grade!r} of {self.layer!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

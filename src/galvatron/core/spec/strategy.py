@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.switches import DENSE_KINDS, LAYER_SWITCHES, Kind, LayerSwitches
+from galvatron.core.spec.layout import Factor, Factors, Layout, prime_factors
+from galvatron.core.spec.switches import CONTEXT_KINDS, DENSE_KINDS, LAYER_SWITCHES, Kind, LayerSwitches
 
-__all__ = [
-    "Axis",
-    "Factor",
-    "Factors",
-    "Kind",
-    "Layout",
-    "Strategy",
-    "compatible",
-    "degree_of",
-    "factor_by_factor",
-    "gathered_factors",
-    "lines_up",
-    "prime_factors",
-]
+__all__ = ["Axis", "Kind", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +24,6 @@ class Axis:
 
     kind: Kind
     degree: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Factor:
-    """One prime factor of a rank's number inside its stage: ``rank // stride % size``.
-
-    When the stage size is a power of two the factors are the bits of the rank.
-    """
-
-    stride: int
-    size: int
-
-    @property
-    def block(self) -> int:
-        """Ranks that one full turn of this factor covers."""
-        return self.stride * self.size
-
-
-Factors = frozenset[Factor]
-"""The factors that divide something: the batch of a layer, or the sequence of its activations."""
-
-
-def degree_of(factors: Iterable[Factor]) -> int:
-    """Into how many parts these factors divide something: the ranks that differ in them only."""
-    return math.prod(factor.size for factor in factors)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the activations between two layers are divided: nothing happens between layers with the same layout."""
-
-    rows: Factors
-    """The factors that divide the batch."""
-    sequence: Factors = frozenset()
-    """The factors that divide each sample along its sequence; none without sequence parallelism."""
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts all of it is divided."""
-        return degree_of(self.rows) * degree_of(self.sequence)
 
 
 _AXIS = rf"(?:{'|'.join(Kind)})[1-9][0-9]{{0,6}}"
@@ -131,14 +78,52 @@ class Strategy(LayerSwitches):
         return self.factors(Kind.DP, Kind.SDP)
 
     @cached_property
+    def context_factors(self) -> Factors:
+        """The factors of context parallelism (CP), which divide the sequence everywhere: those of Ring and Ulysses."""
+        return self.factors(*CONTEXT_KINDS)
+
+    @cached_property
+    def context_degree(self) -> int:
+        """Into how many parts context parallelism divides the sequence."""
+        return self.degree(Kind.RING) * self.degree(Kind.ULYSSES)
+
+    @cached_property
+    def gradient_factors(self) -> Factors:
+        """The factors over which gradients are summed: ranks that differ in them have the same parameters, but other
+        samples or other tokens."""
+        return self.batch_factors | self.context_factors
+
+    @cached_property
     def sharding_factors(self) -> Factors:
-        """The factors over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2."""
-        return self.factors(Kind.DP if self.zero2 else Kind.SDP)
+        """The factors over which gradients and optimizer states are divided: those of SDP, or of DP under ZeRO-2, each
+        together with those of context parallelism; under ZeRO-3 the latter alone."""
+        if self.zero2 or self.zero3:
+            return self.factors(Kind.DP) | self.context_factors
+        sharded = self.factors(Kind.SDP)
+        return sharded | self.context_factors if sharded else sharded
+
+    @cached_property
+    def replica_factors(self) -> Factors:
+        """The factors over which gradients are summed and nothing is divided."""
+        return self.gradient_factors - self.sharding_factors
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters are divided too, and gathered where they are needed: SDP, ZeRO-3."""
+        return bool(self.sharding_factors) and not self.zero2
 
     @cached_property
     def layout(self) -> Layout:
         """Of the activations that the layer takes and gives."""
-        return Layout(self.batch_factors, self.factors(Kind.TP) if self.sequence_parallel else frozenset())
+        tensor = self.factors(Kind.TP) if self.sequence_parallel else frozenset()
+        ulysses = self.factors(Kind.ULYSSES)
+        crossed = any(outer > inner for outer in tensor for inner in ulysses)
+        return Layout(
+            rows=self.batch_factors,
+            sequence=self.context_factors | tensor,
+            zigzag=self.factors(Kind.RING),
+            inner=tensor if crossed else frozenset(),
+        )
 
     def __str__(self) -> str:
         axes = _written(self.axes) or "single"
@@ -167,7 +152,7 @@ class Strategy(LayerSwitches):
         for axes in (self.axes, self.experts):
             if len({axis.kind for axis in axes}) != len(axes) or any(axis.degree < 2 for axis in axes):
                 raise InvalidInput(f"strategy {str(self)!r}: each kind may appear once, with a degree of at least 2")
-        if not set(kinds) <= set(DENSE_KINDS):
+        if not set(kinds) <= {*DENSE_KINDS, *CONTEXT_KINDS}:
             raise InvalidInput(
                 f"strategy {str(self)!r}: ep is for the experts of a layer; write it after a slash, such as 'dp8/ep8'"
             )
@@ -185,6 +170,11 @@ class Strategy(LayerSwitches):
 
     def _check_experts(self) -> None:
         """Whether each device has a place among the experts, and has the tokens that its part of an expert needs."""
+        if set(CONTEXT_KINDS) & {axis.kind for axis in (*self.axes, *self.experts)}:
+            raise InvalidInput(
+                f"strategy {str(self)!r}: experts have no axes of their own in a layer with ring or ulysses; leave "
+                "those after the slash out, and the experts follow the rest of the layer"
+            )
         if Kind.EP not in {axis.kind for axis in self.experts}:
             raise InvalidInput(
                 f"strategy {str(self)!r}: the axes of the experts have no ep; leave them out, and the experts follow "
@@ -230,43 +220,3 @@ def _owned_factors(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Factors:
             if axis.kind in kinds:
                 owned.add(Factor(stride, prime))
     return frozenset(owned)
-
-
-@lru_cache(maxsize=1024)
-def prime_factors(number: int) -> tuple[int, ...]:
-    """Prime factors, largest first, so that the outermost factor of 12 devices is the 3 and the rest are bits."""
-    factors: list[int] = []
-    prime = 2
-    while number > 1:
-        while number % prime == 0:
-            factors.append(prime)
-            number //= prime
-        prime += 1
-    return tuple(reversed(factors))
-
-
-def compatible(first: Factor, second: Factor) -> bool:
-    """Whether both factors can belong to one way of writing the rank (always true for powers of two)."""
-    return first == second or second.stride % first.block == 0 or first.stride % second.block == 0
-
-
-def gathered_factors(source: Factors, target: Factors, rows: int) -> Factors:
-    """The factors an all-gather must span to turn a batch of so many rows laid out as ``source`` into ``target``.
-
-    Slice-Gather (paper Section 4): slice the factors in target∖source, which is free, then all-gather those in
-    source∖target. Where that cannot go factor by factor, all of the source is gathered first.
-    """
-    return source - target if factor_by_factor(source, target, rows) else source
-
-
-def factor_by_factor(source: Factors, target: Factors, rows: int) -> bool:
-    """Whether rows go from one layout to the other factor by factor: the two write ranks in one mixed radix, and there
-    are rows enough to divide by the factors of both."""
-    return lines_up(source, target) and rows % degree_of(source | target) == 0
-
-
-def lines_up(source: Factors, target: Factors) -> bool:
-    """Whether two layouts can be written in one mixed radix, so that slicing and gathering go factor by factor."""
-    if all(factor.block & (factor.block - 1) == 0 for factor in source | target):
-        return True  # bits of the rank
-    return all(compatible(a, b) for a in source for b in target)

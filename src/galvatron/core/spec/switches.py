@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypedDict
 
-__all__ = ["DENSE_KINDS", "LAYER_SWITCHES", "SWITCHES", "Kind", "LayerSwitches", "Switch", "SwitchChoices", "Switches"]
+__all__ = [
+    "CONTEXT_KINDS",
+    "DENSE_KINDS",
+    "LAYER_SWITCHES",
+    "SWITCHES",
+    "Kind",
+    "LayerSwitches",
+    "Switch",
+    "SwitchChoices",
+    "Switches",
+]
 
 
 class Kind(StrEnum):
@@ -25,10 +35,17 @@ class Kind(StrEnum):
     EP = "ep"
     """Expert parallelism: each expert is on some devices only, and tokens travel to their experts. Only the axes of a
     layer's experts have it."""
+    RING = "ring"
+    """Context parallelism by ring attention: sequences divided, keys and values go round among the ranks."""
+    ULYSSES = "ulysses"
+    """Context parallelism as in DeepSpeed-Ulysses: sequences divided, but in attention heads instead, by all-to-all."""
 
 
 DENSE_KINDS: tuple[Kind, ...] = (Kind.DP, Kind.SDP, Kind.TP)
-"""The kinds that the axes of a whole layer can have."""
+"""The paper's kinds, which the axes of any layer can have."""
+
+CONTEXT_KINDS: tuple[Kind, ...] = (Kind.RING, Kind.ULYSSES)
+"""The kinds of context parallelism (CP), for layers whose sequences can be divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +63,7 @@ class Switch:
     note: str = ""
     """What it does to a layer, in the legend of a plan."""
     needs: frozenset[Kind] = frozenset()
-    """Axes without which a layer cannot use it."""
+    """Axes of which a layer must have one to use it; none: any layer can."""
     excludes: frozenset[Kind] = frozenset()
     """Axes with which a layer cannot use it."""
     space_needs: frozenset[Kind] = frozenset()
@@ -71,12 +88,13 @@ class Switch:
 
     def possible(self, kinds: frozenset[Kind]) -> bool:
         """Whether a layer whose axes are of these kinds can use it."""
-        return self.needs <= kinds and not self.excludes & kinds
+        return bool(not self.needs or self.needs & kinds) and not self.excludes & kinds
 
     @property
     def condition(self) -> str:
         """What :meth:`possible` asks for, in words."""
-        needed = [f"a {kind} axis" for kind in Kind if kind in self.needs]
+        kinds = [kind for kind in Kind if kind in self.needs]
+        needed = [f"a {' or '.join(kinds)} axis"] if kinds else []
         return " and ".join(needed + [f"no {kind} axis" for kind in Kind if kind in self.excludes])
 
 
@@ -163,13 +181,29 @@ class LayerSwitches:
                 title="ZeRO-2",
                 help="ZeRO-2: shard gradients and optimizer states, not parameters.",
                 note="gradients and optimizer sharded",
-                needs=frozenset({Kind.DP}),
+                needs=frozenset({Kind.DP, *CONTEXT_KINDS}),
                 excludes=frozenset({Kind.SDP}),
                 space_needs=frozenset({Kind.DP, Kind.SDP}),
             )
         },
     )
-    """The DP axis shards gradients and optimizer states, but keeps parameters whole (ZeRO stage 2)."""
+    """DP and context axes shard gradients and optimizer states, but keep parameters whole (ZeRO stage 2)."""
+    zero3: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                text="zero3",
+                title="ZeRO-3",
+                help="ZeRO-3 over context parallelism alone: shard all states where a batch is too small for SDP.",
+                note="all states sharded over context ranks",
+                needs=frozenset(CONTEXT_KINDS),
+                excludes=frozenset({Kind.DP, Kind.SDP}),
+                space_needs=frozenset({Kind.SDP}),
+                without=frozenset({"zero2"}),
+            )
+        },
+    )
+    """Context axes shard parameters, gradients and optimizer states, as SDP does where there is one."""
     fused_loss: bool = field(
         default=False,
         metadata={
@@ -237,6 +271,19 @@ class Switches(LayerSwitches):
         },
     )
     """The experts of a layer may have axes of their own; of no use to models without experts."""
+    context_parallel: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                title="context parallelism",
+                help="Divide sequences over devices, by Ulysses and ring attention (default: from 16384 tokens on).",
+                space_needs=frozenset(CONTEXT_KINDS),
+                default=False,
+                remedy="divide sequences over devices",
+            )
+        },
+    )
+    """Layers may have Ring and Ulysses axes."""
 
 
 class SwitchChoices(TypedDict, total=False):
@@ -248,11 +295,13 @@ class SwitchChoices(TypedDict, total=False):
     offload: bool | None
     sequence_parallel: bool | None
     zero2: bool | None
+    zero3: bool | None
     fused_loss: bool | None
     float8: bool | None
     hybrid_sharding: bool | None
     accumulation: bool | None
     expert_parallel: bool | None
+    context_parallel: bool | None
 
 
 SWITCHES: tuple[Switch, ...] = tuple(replace(each.metadata["switch"], name=each.name) for each in fields(Switches))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec.figures import check_figures
 
 __all__ = ["ALL_LINEAR", "Lora", "Tuning", "stock_kind"]
 
@@ -22,6 +23,7 @@ class Lora:
     """Ends of names of the projections that have one."""
 
     def __post_init__(self) -> None:
+        check_figures(self, "lora")
         if self.rank < 1 or not self.alpha > 0:
             raise InvalidInput(f"lora: rank {self.rank}, alpha {self.alpha:g} given; expected at least 1, and above 0")
         if not self.targets:

@@ -119,6 +119,9 @@ class Bert(LayeredModel):
             return TokenContext(batch, None)
         return TokenContext(batch, bidirectional_mask(self.config, ids, dtype, batch.get("attention_mask")))
 
+    def why_undivided(self, index: int) -> str | None:
+        return None
+
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((samples["input_ids"][0], self.config.hidden_size),)
 

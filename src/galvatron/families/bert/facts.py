@@ -12,6 +12,8 @@ from galvatron.families.facts.blocks import (
     HeadShape,
     attention,
     collectives,
+    context_of,
+    divided_by_tokens,
     dropout_active,
     feed_forward,
     language_head,
@@ -74,21 +76,19 @@ class Bert:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=1, backward=0),
         )
-        attend = attention(
-            AttentionShape(
-                hidden=self.hidden,
-                heads=self.heads,
-                kv_heads=self.heads,
-                head_dim=self.hidden // self.heads,
-                queries=tokens,
-                keys=tokens,
-                span=tokens,
-                bias=True,
-                output_bias=True,
-                dropout=dropout_active(training, self.attention_dropout),
-            ),
-            training,
+        attending = AttentionShape(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.hidden // self.heads,
+            queries=tokens,
+            keys=tokens,
+            span=tokens,
+            bias=True,
+            output_bias=True,
+            dropout=dropout_active(training, self.attention_dropout),
         )
+        attend = attention(attending, training)
         feed = feed_forward(
             FeedForwardShape(
                 tokens=tokens, hidden=self.hidden, inner=self.inner, activation=self.activation, bias=True
@@ -105,6 +105,7 @@ class Bert:
                 boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
+        encoder = replace(encoder, context=context_of(attending, training))
         transform = linear(tokens, self.hidden, self.hidden, Split.WHOLE, element=element, bias=True)
         act = activation(self.activation, tokens * self.hidden, element=element, output_kept=True, split=False)
         # Untied, Hugging Face has two biases over the vocabulary, the head's own and the projection's.
@@ -118,7 +119,11 @@ class Bert:
         return ModelSpec(
             name=name,
             family="bert",
-            layers=(embedding, *[paper_block(encoder, training)] * self.layers, head),
+            layers=(
+                divided_by_tokens(embedding, tokens),
+                *[paper_block(encoder, training)] * self.layers,
+                divided_by_tokens(head, tokens),
+            ),
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )

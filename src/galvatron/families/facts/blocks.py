@@ -16,6 +16,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.model import (
     DEFAULT_LONGEST,
     Attention,
+    Context,
     FusedLoss,
     LayerSpec,
     Precision,
@@ -32,6 +33,8 @@ __all__ = [
     "attention",
     "class_head",
     "collectives",
+    "context_of",
+    "divided_by_tokens",
     "dropout_active",
     "feed_forward",
     "language_head",
@@ -118,6 +121,27 @@ def attention(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
     output = linear(shape.queries, inner, shape.hidden, Split.ROWS, element=element, bias=shape.output_bias)
     core = _fused_core(shape, element) if _is_fused(shape, training) else _eager_core(shape, training)
     return (projections, *core, output)
+
+
+def context_of(shape: AttentionShape, training: Training) -> Context:
+    """How sequences of a layer with this one attention can be divided over devices."""
+    element = training.precision.bytes
+    flops = 4 * shape.queries * shape.span * shape.heads * shape.head_dim
+    return Context(
+        length=shape.queries,
+        heads=shape.heads,
+        key_value_heads=shape.kv_heads,
+        causal=shape.causal,
+        ring=not shape.dropout,
+        attention_flops=flops // 2 if shape.causal and _is_fused(shape, training) else flops,
+        query_bytes=shape.queries * shape.heads * shape.head_dim * element,
+        key_value_bytes=2 * shape.keys * shape.kv_heads * shape.head_dim * element,
+    )
+
+
+def divided_by_tokens(layer: LayerSpec, tokens: int) -> LayerSpec:
+    """A layer that treats each token for itself, so that devices can have some each."""
+    return replace(layer, context=Context(length=tokens))
 
 
 def _is_fused(shape: AttentionShape, training: Training) -> bool:
@@ -282,8 +306,6 @@ def class_head(tokens: int, hidden: int, labels: int, training: Training, *, poo
 def token_count(training: Training, longest: int, *, model: str, learned_positions: bool) -> int:
     """Tokens a sample: what training asks for, else the model's own maximum up to what people train with."""
     tokens = min(longest, DEFAULT_LONGEST) if training.sequence_length is None else training.sequence_length
-    if tokens < 1:
-        raise InvalidInput(f"{model}: sequence length {tokens} is not possible; it must be at least 1")
     if learned_positions and tokens > longest:
         raise InvalidInput(
             f"{model}: sequence length {tokens} is too long: the model has {longest} learned positions; "

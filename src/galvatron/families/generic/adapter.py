@@ -10,6 +10,7 @@ parallelism are what the stock model's own plans say (see ``tensor_plan``, ``exp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import TensorParallel
 from galvatron.families.adapters import count_targets
+from galvatron.families.context import mask_given
 from galvatron.families.generic.balance import record_scores
 from galvatron.families.generic.decoder_inputs import DecoderInputs
+from galvatron.families.generic.divided import SeenAttention, attending, block_attention, why_undivided
 from galvatron.families.generic.examples import random_batch, shortened, takes_tokens
 from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.images import IMAGES, PIXELS, ImageRows
@@ -51,6 +54,7 @@ class Generic(LayeredModel):
         refuse_capacity(model)
         refuse_layer_drop(model)
         self._sample, self._own_loss = batch, loss is not None
+        self._undivided: dict[str, str | None] = {}
         self._images = ImageRows(model)
         trial = self.example(*_TRIAL, torch.Generator().manual_seed(0))
         if type(model).__module__.startswith("transformers."):
@@ -85,6 +89,8 @@ class Generic(LayeredModel):
         for layer in self.layers:
             layer.experts = self.expert_rules.blocks.get(layer.kind)
         self.ties = _shared(self.layers)
+        self.shifts_labels = self._shifted
+        self._trial, self._calls = trial, calls
         self.required = frozenset(trial) | {"labels"}
 
     def _kinds(self) -> list[str]:
@@ -145,6 +151,22 @@ class Generic(LayeredModel):
         """A tally is of whole samples, so ranks must not have parts of them."""
         return self.balance is None and layer.kind in self.tensor_rules.divisible
 
+    def attention(self, layer: Layer) -> SeenAttention | str | None:
+        """That of a block, if context parallelism can divide its sequences; else why not. None: it has none."""
+        if isinstance(layer, Block):
+            return block_attention(self.model, self.anatomy, self._calls[layer.index])
+        return None
+
+    def why_undivided(self, index: int) -> str | None:
+        layer = self.layers[index]
+        if "" not in self._undivided:
+            own = f"{type(self.model).__name__} has a loss of your own" if self._own_loss else None
+            self._undivided[""] = own or why_undivided(self.model, self.anatomy, self._trial)
+        if layer.kind not in self._undivided:
+            found = self.attention(layer)
+            self._undivided[layer.kind] = found if isinstance(found, str) else None
+        return self._undivided[""] or self._undivided[layer.kind]
+
     def _around_rules(self, model: Any, loss: LossFunction | None) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
         """The vocabulary is split where the embedding is one, and where the head's scores go into our own loss."""
         words = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[-2]).items()}
@@ -174,7 +196,7 @@ class Generic(LayeredModel):
         batch = self._decoder_inputs.complete(self._images.as_lists(batch))
         inputs = self.anatomy.pick(batch)
         if not inputs:
-            return Context(batch, dtype, ())
+            return Context(batch, dtype, (), mask=mask_given())
         new = [name for name, own in inputs.items() if name not in self._dtypes and own.is_floating_point()]
         if new and self.anatomy.idle:
             raise InvalidInput(
@@ -190,11 +212,12 @@ class Generic(LayeredModel):
             return self.anatomy.passed(call)
 
         self._stubbed.on_block = record
-        with torch.no_grad():
+        mask = mask_given()
+        with torch.no_grad(), nullcontext() if mask is None else attending(self._stubbed.model):
             self._stubbed.run(inputs, dtype, training=False)
         blind = PIXELS in rows and PIXELS not in batch
         if not self.anatomy.segments[0].entries:
-            return Context(batch, dtype, tuple(calls), blind=blind)
+            return Context(batch, dtype, tuple(calls), blind=blind, mask=mask)
         made = {call.block: call for call in calls}
         found = tuple(made.get(block) for block in range(self.anatomy.last + 1))
         entries = tuple(self._images.entries(rows))

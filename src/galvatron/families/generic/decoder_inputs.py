@@ -18,7 +18,7 @@ from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel, has_nan
 from galvatron.families.layer import IGNORED, Batch
 
-__all__ = ["DecoderInputs"]
+__all__ = ["DecoderInputs", "seen"]
 
 _IDS, _MASK = "decoder_input_ids", "decoder_attention_mask"
 
@@ -76,9 +76,9 @@ class DecoderInputs:
             labels[0, labels.shape[1] // 2] = IGNORED  # which is no token: the function must say which one it becomes
         example = {**example, "labels": labels}
         inputs = anatomy.pick(example)
-        expected = _seen(self._model, anatomy, {**inputs, "labels": labels})
+        expected = seen(self._model, anatomy, {**inputs, "labels": labels})
         for shift in self._shifts:
-            if _equal(_seen(self._model, anatomy, anatomy.pick(shift.added_to(example))), expected):
+            if _equal(seen(self._model, anatomy, anatomy.pick(shift.added_to(example))), expected):
                 self._shifts = [shift]
                 return
         raise InvalidInput(
@@ -99,7 +99,7 @@ def _functions(model: Any) -> list[Callable[[Tensor], Tensor]]:
     return found
 
 
-def _seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) -> list[Tensor]:
+def seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) -> list[Tensor]:
     """All whole numbers that modules are given before the decoder's blocks, and what the first of those is given."""
     stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
     seen: list[Tensor] = []
@@ -126,4 +126,5 @@ def _seen(model: nn.Module, anatomy: Anatomy, inputs: dict[str, Tensor]) -> list
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two runs gave modules the same."""
     return len(some) == len(others) and all(torch.equal(*pair) for pair in zip(some, others, strict=True))

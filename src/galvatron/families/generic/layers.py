@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.adapters import next_tokens
+from galvatron.families.context import ContextMask, causal_targets
 from galvatron.families.generic.balance import Balance, recorded
+from galvatron.families.generic.divided import attending
 from galvatron.families.generic.images import IMAGES, padded, unpadded
 from galvatron.families.generic.segments import Anatomy, Segment
 from galvatron.families.generic.stubs import Call, Held, Stop, StubbedModel
@@ -40,6 +42,13 @@ class Context:
 
     blind: bool = False
     """Whether these samples have no image, though the model is given some."""
+    mask: ContextMask | None = None
+    """Where sequences are divided over ranks: what attention has to know of that."""
+
+    @property
+    def attention(self) -> Callable[[nn.Module], AbstractContextManager[None]]:
+        """What to run a part of the stock model in."""
+        return (lambda _: nullcontext()) if self.mask is None else attending
 
     def call(self, block: int) -> Call:
         """How a block is called that is."""
@@ -218,8 +227,8 @@ class Head(_Around):
         output = self.part.after(activations[0], context, training=self.training)
         if self.custom is not None:
             return (self.custom(output, context.batch),)
-        labels = context.batch["labels"]
-        loss = self.loss(logits_of(output), next_tokens(labels) if self.shifted else labels)
+        targets = causal_targets(context.batch) if self.shifted else context.batch["labels"]
+        loss = self.loss(logits_of(output), targets)
         return (loss,) if self.balance is None else (loss, self.balance.term(activations[-1], self.over_rows))
 
 
@@ -257,7 +266,8 @@ class _Part:
             return self._anatomy.passed(call)
 
         self._stubbed.on_block = capture
-        self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        with context.attention(self._stubbed.model):
+            self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
         return found[0]
 
     def after(self, hidden: Tensor, context: Context, *, training: bool) -> Any:
@@ -265,7 +275,8 @@ class _Part:
         self._stubbed.on_block = lambda call: self._anatomy.returned(
             call, hidden if call.block >= last.first else self._anatomy.hidden(call)
         )
-        return self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
+        with context.attention(self._stubbed.model):
+            return self._stubbed.run(self._anatomy.pick(context.batch), context.dtype, training=training)
 
 
 def _needed(anatomy: Anatomy) -> frozenset[str]:

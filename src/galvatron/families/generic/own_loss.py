@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.adapters import count_targets, next_tokens
+from galvatron.families.adapters import count_targets
+from galvatron.families.context import next_tokens
 from galvatron.families.generic.balance import Balance, asks_for_scores, collect_scores, give_scores
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, StubbedModel

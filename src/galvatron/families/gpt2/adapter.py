@@ -12,11 +12,11 @@ from galvatron.families.adapters import (
     TokenContext,
     causal_mask,
     count_targets,
-    next_tokens,
     random_tokens,
     require,
     stock_children,
 )
+from galvatron.families.context import causal_targets
 from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
 from galvatron.families.rules import Attribute, Columns, Region, Rows, Vocabulary, VocabularyLoss, Whole
@@ -88,13 +88,14 @@ class _Head(Layer):
 
     def forward(self, activations: Activations, context: TokenContext) -> Activations:
         (hidden,) = activations
-        return (self.loss(self.lm_head(self.ln_f(hidden)), next_tokens(context.batch["labels"])),)
+        return (self.loss(self.lm_head(self.ln_f(hidden)), causal_targets(context.batch)),)
 
 
 class Gpt2(LayeredModel):
     """Batches have ``input_ids`` and ``labels`` (the same tokens; the model shifts them), maybe masks or positions."""
 
     required = frozenset({"input_ids", "labels"})
+    shifts_labels = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -112,6 +113,9 @@ class Gpt2(LayeredModel):
             return TokenContext(batch, None)
         mask = causal_mask(self.config, ids, dtype, batch.get("attention_mask"), batch.get("position_ids"))
         return TokenContext(batch, mask)
+
+    def why_undivided(self, index: int) -> str | None:
+        return None
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((samples["input_ids"][0], self.config.n_embd),)

@@ -12,6 +12,8 @@ from galvatron.families.facts.blocks import (
     HeadShape,
     attention,
     collectives,
+    context_of,
+    divided_by_tokens,
     dropout_active,
     feed_forward,
     language_head,
@@ -81,22 +83,20 @@ class Gpt2:
             tensor_parallel=collectives(boundary, forward=1, backward=0),
         )
         drop = dropout(cells, active=dropout_active(training, self.hidden_dropout), element=element)
-        attend = attention(
-            AttentionShape(
-                hidden=self.hidden,
-                heads=self.heads,
-                kv_heads=self.heads,
-                head_dim=self.hidden // self.heads,
-                queries=tokens,
-                keys=tokens,
-                span=tokens,
-                bias=True,
-                output_bias=True,
-                causal=True,
-                dropout=dropout_active(training, self.attention_dropout),
-            ),
-            training,
+        attending = AttentionShape(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.hidden // self.heads,
+            queries=tokens,
+            keys=tokens,
+            span=tokens,
+            bias=True,
+            output_bias=True,
+            causal=True,
+            dropout=dropout_active(training, self.attention_dropout),
         )
+        attend = attention(attending, training)
         feed = feed_forward(
             FeedForwardShape(
                 tokens=tokens,
@@ -115,12 +115,13 @@ class Gpt2:
                 boundary, forward=2, backward=2, divides=(self.heads,), sequence_divides=(tokens,)
             ),
         )
+        decoder = replace(decoder, context=context_of(attending, training))
         shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
         head = language_head((norm,), training, shape, boundary=boundary)
         return ModelSpec(
             name=name,
             family="gpt2",
-            layers=(embedding, *[decoder] * self.layers, head),
+            layers=(divided_by_tokens(embedding, tokens), *[decoder] * self.layers, divided_by_tokens(head, tokens)),
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )

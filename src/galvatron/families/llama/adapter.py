@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from galvatron.families.adapters import (
     causal_mask,
     count_targets,
-    next_tokens,
     random_tokens,
     shape_of,
     stock_children,
 )
+from galvatron.families.context import causal_targets
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
@@ -88,13 +88,14 @@ class _Head(Layer):
 
     def forward(self, activations: Activations, context: _Context) -> Activations:
         (hidden,) = activations
-        return (self.loss(self.lm_head(self.norm(hidden)), next_tokens(context.batch["labels"])),)
+        return (self.loss(self.lm_head(self.norm(hidden)), causal_targets(context.batch)),)
 
 
 class Llama(LayeredModel):
     """Batches have ``input_ids`` and ``labels`` (the same tokens; the model shifts them), maybe masks or positions."""
 
     required = frozenset({"input_ids", "labels"})
+    shifts_labels = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -114,6 +115,9 @@ class Llama(LayeredModel):
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         return _Context(batch, mask, self.rotary(shape_of(ids, dtype), position_ids=positions))
+
+    def why_undivided(self, index: int) -> str | None:
+        return None
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((samples["input_ids"][0], self.config.hidden_size),)

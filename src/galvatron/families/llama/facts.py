@@ -15,6 +15,8 @@ from galvatron.families.facts.blocks import (
     RmsNorm,
     attention,
     collectives,
+    context_of,
+    divided_by_tokens,
     dropout_active,
     feed_forward,
     language_head,
@@ -88,23 +90,21 @@ class Llama:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=1, backward=0),
         )
-        attend = attention(
-            AttentionShape(
-                hidden=self.hidden,
-                heads=self.heads,
-                kv_heads=kv_heads,
-                head_dim=self.hidden // self.heads if self.head_dim is None else self.head_dim,
-                queries=tokens,
-                keys=tokens,
-                span=tokens,
-                bias=self.attention_bias,
-                output_bias=self.attention_bias,
-                causal=True,
-                dropout=dropout_active(training, self.attention_dropout),
-                fp32_softmax=True,
-            ),
-            training,
+        attending = AttentionShape(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=kv_heads,
+            head_dim=self.hidden // self.heads if self.head_dim is None else self.head_dim,
+            queries=tokens,
+            keys=tokens,
+            span=tokens,
+            bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            causal=True,
+            dropout=dropout_active(training, self.attention_dropout),
+            fp32_softmax=True,
         )
+        attend = attention(attending, training)
         feed = feed_forward(
             FeedForwardShape(
                 tokens=tokens,
@@ -123,6 +123,7 @@ class Llama:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
         )
+        decoder = replace(decoder, context=context_of(attending, training))
         if training.float8:
             width = self.heads * (self.hidden // self.heads if self.head_dim is None else self.head_dim)
             narrow = width // self.heads * kv_heads
@@ -134,7 +135,7 @@ class Llama:
         return ModelSpec(
             name=name,
             family="llama",
-            layers=(embedding, *[decoder] * self.layers, head),
+            layers=(divided_by_tokens(embedding, tokens), *[decoder] * self.layers, divided_by_tokens(head, tokens)),
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )

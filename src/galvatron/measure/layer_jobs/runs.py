@@ -29,7 +29,7 @@ from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
-from galvatron.runtime.layout.slice_gather import RowAssignments
+from galvatron.runtime.layout.portions import Portions
 from galvatron.runtime.products import check_tf32, products, tf32_of
 from galvatron.runtime.settings import ComputeSettings
 
@@ -157,10 +157,9 @@ class Bench:
         if variant not in self._assemblies:
             stage = self._stage(variant)
             rows = variant.ranks // variant.tp
-            assignments = RowAssignments([stage.strategies[0].batch_factors], rows)
             needed = needed_groups([stage], rows, self._layered.ties, GPIPE, sums_rows=sums_rows(self._layered))
             pool = GroupPool(needed, self._settings.device)
-            mine = RankStage(plan=stage, stages=[stage], assignments=assignments, rank=0)
+            mine = RankStage(plan=stage, stages=[stage], portions=Portions(stage.strategies, rows), rank=0)
             # What is around the blocks of an unknown family is changed where it is: it needs a model of its own.
             around = isinstance(self._layered.layers[variant.index], Embedding | Bridge | Head)
             layered = self._made() if around else self._layered
@@ -177,12 +176,12 @@ class Bench:
 
     def inputs(self, variant: Variant, samples: int) -> tuple[Activations, MicroBatch, int]:
         """Random activations, the micro-batch they belong to, and how many targets that has."""
-        generator, factors = torch.Generator().manual_seed(0), self._stage(variant).strategies[0].batch_factors
+        generator = torch.Generator().manual_seed(0)
         rows = samples * (variant.ranks // variant.tp)
         batch = self._layered.example(rows, self._model.training.sequence_length, generator)
         needs = [self._layered.layers[variant.index].inputs]
-        assignments = RowAssignments([factors], rows)
-        reader = Reader(self._layered, needs, assignments, 0, micro_batches=1, settings=self._settings)
+        portions = Portions(self._stage(variant).strategies, rows)
+        reader = Reader(self._layered, needs, portions, 0, micro_batches=1, settings=self._settings)
         local = reader.local(batch)
         parts = variant.tp if variant.sequence_parallel else 1
         shapes = self._layered.carried(variant.index, local.shapes) if variant.index else ()

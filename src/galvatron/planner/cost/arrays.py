@@ -24,7 +24,14 @@ from galvatron.core.spec import (
     Strategy,
 )
 from galvatron.core.spec.tuning import Tuning
-from galvatron.planner.cost.columns import GradeColumns, LossColumns, grade_columns, loss_columns
+from galvatron.planner.cost.columns import (
+    ContextColumns,
+    GradeColumns,
+    LossColumns,
+    context_columns,
+    grade_columns,
+    loss_columns,
+)
 from galvatron.planner.cost.communication import Floats, GroupLinks
 from galvatron.planner.cost.layer_times import measured_times
 
@@ -114,6 +121,7 @@ class LayerArrays:
     fused: LossColumns
     selective: GradeColumns
     but_attention: GradeColumns
+    context: ContextColumns
     before: Integers
     """(T,) the kind of the layer before one of this kind; −1 where there is none."""
     after: Integers
@@ -122,7 +130,7 @@ class LayerArrays:
         """These kinds alone, in ascending order, under these strategies; other neighbours are lost."""
 
         def taken(table: Any) -> Any:
-            if isinstance(table, ExpertColumns | LossColumns | GradeColumns):
+            if isinstance(table, ExpertColumns | LossColumns | GradeColumns | ContextColumns):
                 return type(table)(**{each.name: taken(getattr(table, each.name)) for each in fields(table)})
             return table[rows] if table.ndim == 1 or table.shape[1] == 1 else table[rows[:, None], columns]
 
@@ -153,9 +161,15 @@ class StrategyArrays:
     """The strategies of one stage size: degrees, switches, and the links of each axis' groups."""
 
     data: Floats
+    """Into how many parts the tokens of a micro-batch are divided: its samples by DP and SDP, each by context axes."""
     dp: GroupLinks
+    """Sums gradients of parameters that each rank holds: DP, and context axes that no SDP shards over."""
     sdp: GroupLinks
+    """Shards parameters: SDP with context axes, or these alone under ZeRO-3."""
     tp: GroupLinks
+    ring: GroupLinks
+    """For passes from rank to rank."""
+    ulysses: GroupLinks
     own: Bools
     """Whether the experts have axes of their own."""
     recompute: Bools
@@ -166,6 +180,7 @@ class StrategyArrays:
     float8: Bools
     sequence_parallel: Bools
     zero2: Bools
+    zero3: Bools
 
     def at(self, places: Places) -> StrategyArrays:
         """These strategies, each of which may be there several times."""
@@ -256,6 +271,7 @@ def layer_arrays(
         fused=loss_columns(model, cluster, profile),
         selective=grade_columns(kinds, [kind.selective for kind in kinds], profile, "rs"),
         but_attention=grade_columns(kinds, [kind.but_attention for kind in kinds], profile, "ra"),
+        context=context_columns(kinds),
         before=_neighbours(model, -1),
         after=_neighbours(model, 1),
     )
@@ -317,11 +333,15 @@ def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> Strateg
     def groups(kind: Kind) -> GroupLinks:
         return GroupLinks.of([strategy.factors(kind) for strategy in strategies], cluster)
 
+    sharded = [each.sharding_factors if each.gathers_parameters else frozenset() for each in strategies]
+    summed = [each.gradient_factors - shards for each, shards in zip(strategies, sharded, strict=True)]
     return StrategyArrays(
-        data=np.array([strategy.data_degree for strategy in strategies], dtype=np.float64),
-        dp=groups(Kind.DP),
-        sdp=groups(Kind.SDP),
+        data=np.array([each.data_degree * each.context_degree for each in strategies], dtype=np.float64),
+        dp=GroupLinks.of(summed, cluster),
+        sdp=GroupLinks.of(sharded, cluster),
         tp=groups(Kind.TP),
+        ring=GroupLinks.rings_of([each.factors(Kind.RING) for each in strategies], cluster),
+        ulysses=groups(Kind.ULYSSES),
         own=np.array([bool(strategy.experts) for strategy in strategies]),
         **{each.name: np.array([getattr(strategy, each.name) for strategy in strategies]) for each in LAYER_SWITCHES},
     )

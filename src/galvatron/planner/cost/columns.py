@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import GRADIENT_BYTES, Cluster, FusedLoss, Kept, LayerSpec, ModelProfile, ModelSpec
+from galvatron.core.spec import GRADIENT_BYTES, Cluster, Context, FusedLoss, Kept, LayerSpec, ModelProfile, ModelSpec
 from galvatron.core.spec.tuning import stock_kind
 from galvatron.planner.cost.communication import Floats
 
-__all__ = ["GradeColumns", "LossColumns", "grade_columns", "loss_columns"]
+__all__ = ["ContextColumns", "GradeColumns", "LossColumns", "context_columns", "grade_columns", "loss_columns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,34 @@ class GradeColumns:
     """Of forward, for each sample: of its operations, or of its time as measured."""
     fixed_s: Floats
     """However few the samples; not a number where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextColumns:
+    """What attention of each kind of layer exchanges where its sequences are divided; zero for others."""
+
+    share: Floats
+    """Of the layer's operations, those of attention itself."""
+    query_bytes: Floats
+    key_value_bytes: Floats
+    causal: NDArray[np.bool_]
+
+
+def context_columns(kinds: Sequence[LayerSpec]) -> ContextColumns:
+    """Of the kinds of layer whose sequences can be divided."""
+    facts = [kind.context or Context(length=1) for kind in kinds]  # of which no column holds the length
+
+    def column(values: Sequence[float]) -> Floats:
+        return np.array(values, dtype=np.float64)[:, None]
+
+    return ContextColumns(
+        share=column(
+            [own.attention_flops / max(kind.forward_flops, 1) for kind, own in zip(kinds, facts, strict=True)]
+        ),
+        query_bytes=column([own.query_bytes for own in facts]),
+        key_value_bytes=column([own.key_value_bytes for own in facts]),
+        causal=np.array([[own.causal] for own in facts]),
+    )
 
 
 def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | None) -> LossColumns:

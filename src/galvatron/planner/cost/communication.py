@@ -21,6 +21,7 @@ __all__ = [
     "all_to_all_s",
     "overlapped_s",
     "reduce_scatter_s",
+    "ring_pass_s",
     "transfer_s",
 ]
 
@@ -53,6 +54,16 @@ class GroupLinks:
             return np.array(bytes_per_s)[places], np.array(latency_s)[places]
 
         return cls(np.array([degree_of(each) for each in numbers], dtype=np.float64)[places], passes)
+
+    @classmethod
+    def rings_of(cls, factors: Sequence[Factors], cluster: Cluster) -> GroupLinks:
+        """Of the same, whose members send to the next one each."""
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(factors))}
+        places = np.array([numbers[each] for each in factors], dtype=np.intp)
+        links = [cluster.pass_link(each) for each in numbers]
+        rates = np.array([[link.bytes_per_s, link.latency_s] for link in links]).reshape(-1, 2)[places]
+        size = np.array([degree_of(each) for each in numbers], dtype=np.float64)[places]
+        return cls(size, lambda _: (rates[:, 0], rates[:, 1]))
 
     def at(self, places: NDArray[np.intp]) -> GroupLinks:
         """Of these strategies, each of which may be there several times."""
@@ -99,6 +110,13 @@ def all_to_all_s(message_bytes: Floats, group: GroupLinks) -> Floats:
 def _pass_s(message_bytes: Floats, group: GroupLinks, collective: Collective) -> Floats:
     bytes_per_s, latency_s = group.passes(collective)
     seconds: Floats = message_bytes * group.share / bytes_per_s + latency_s
+    return seconds
+
+
+def ring_pass_s(message_bytes: Floats, group: GroupLinks) -> Floats:
+    """Each rank sends a message to the next one; for :meth:`GroupLinks.rings_of`."""
+    bytes_per_s, latency_s = group.passes(Collective.ALL_GATHER)
+    seconds: Floats = message_bytes / bytes_per_s + latency_s
     return seconds
 
 

@@ -7,12 +7,12 @@ other layers; GPipe's copy streams free a micro-batch's tensors only when the ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CONVENTIONS", "GALVATRON", "PAPER_SYSTEMS", "Conventions", "working_sets"]
+__all__ = ["CONVENTIONS", "DISTRIBUTED_OPTIMIZER", "GALVATRON", "PAPER_SYSTEMS", "Conventions", "working_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,9 @@ class Conventions:
     alike."""
     counts_rows: bool
     """Whether Slice-Gather of a micro-batch with too few rows gathers it whole; the paper's prices know no rows."""
+    distributed_optimizer: bool = False
+    """Whether ZeRO-2 is ZeRO-1 as Megatron's distributed optimizer and DeepSpeed have it: optimizer states are divided,
+    those of experts over their DP too; gradients stay whole, and are reduced once an iteration."""
 
 
 GALVATRON = Conventions(
@@ -72,6 +75,11 @@ PAPER_SYSTEMS = Conventions(
     counts_rows=False,
 )
 CONVENTIONS = (GALVATRON, PAPER_SYSTEMS)
+"""Those of plans that are run or compared; files name them."""
+DISTRIBUTED_OPTIMIZER = replace(
+    GALVATRON, name="distributed-optimizer", late_gradients=False, distributed_optimizer=True
+)
+"""For layouts of other systems (:mod:`galvatron.planner.exchange`); their gradients have a place from the start."""
 
 
 def working_sets(micro_batches: NDArray[np.int64], conventions: Conventions, *, pipelined: bool) -> NDArray[np.int64]:

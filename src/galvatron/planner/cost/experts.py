@@ -85,6 +85,9 @@ class ExpertCosts:
         """(K, S) expert parameters on one device before SDP shards them."""
         self._shard = self._held / self._groups.sdp.size
         self._sharded = self._groups.sdp.size > 1
+        replicas = self._groups.dp.size if cost.conventions.distributed_optimizer else 1.0
+        self._owned = self._shard / replicas
+        """Those of them whose optimizer states a device has."""
         precision, groups = cost.model.training.precision, self._groups
         degrees = groups.ep.size.astype(int).tolist()
         self._dispatch = _dispatch_times([kinds[row] for row in self.rows], degrees, cost.profile)
@@ -98,7 +101,9 @@ class ExpertCosts:
         copy_bytes = precision.bytes * (~self._sharded & (precision is Precision.BF16))
         self._states: Floats = np.where(
             trained > 0,
-            self._shard * cost.optimizer.bytes_per_parameter + self._held * copy_bytes,
+            self._owned * cost.optimizer.bytes_per_parameter
+            + (self._shard - self._owned) * GRADIENT_BYTES
+            + self._held * copy_bytes,
             self._shard * precision.bytes,
         )
         """In bf16 a working copy stays beside the states unless SDP gathers it. Of frozen ones it is all there is."""
@@ -123,10 +128,11 @@ class ExpertCosts:
         return LayerCosts(
             compute_s=nothing,
             tp_s=nothing,
+            cp_s=nothing,
             ep_s=samples * self._exchange_sample_s + self._exchange_fixed_s,
             sdp_s=gather_exposed + (with_scatter - backward),
             sync_s=overlapped_s(backward, self._with_sync_s, slowdown) - with_scatter,
-            optimizer_s=computation.step_s(columns.trained * self._shard, cluster.device, self.cost.optimizer),
+            optimizer_s=computation.step_s(columns.trained * self._owned, cluster.device, self.cost.optimizer),
         )
 
     def _exchange_s(self, samples: Floats) -> Floats:
@@ -185,6 +191,7 @@ class ExpertCosts:
             self._each_backward_s,
             self._with_sync_s,
             self._shard,
+            self._owned,
             self._states,
             self._states - np.where(self._sharded, GRADIENT_BYTES * self._shard, 0.0),
             1 / self._slices.size,

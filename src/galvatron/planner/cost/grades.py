@@ -20,7 +20,9 @@ def full_activation_bytes(layers: LayerArrays, strategies: StrategyArrays) -> Fl
     counted = layers.split_activation_bytes / split + layers.replicated_activation_bytes / replicas
     known = np.where(np.isnan(layers.measured_activation_bytes), counted, layers.measured_activation_bytes)
     logits = strategies.fused_loss * layers.fused.saved_bytes / split
-    total: Floats = np.maximum(known - logits, 0)
+    # Attention over divided sequences keeps its result beside the copy that the next product keeps.
+    divided = (strategies.ring.size * strategies.ulysses.size > 1) * layers.context.query_bytes / split
+    total: Floats = np.maximum(known - logits, 0) + divided
     return total
 
 
@@ -43,7 +45,10 @@ def graded_bytes(full: Floats, layers: LayerArrays, strategies: StrategyArrays) 
         whole = columns.replicated_bytes + (split > 1) * columns.sent_bytes
         counted = input_bytes(layers, strategies) + columns.split_bytes / split + whole / replicas
         measured = (strategies.tp.size == 1) & ~np.isnan(columns.measured_bytes)
-        kept = np.where(measured, columns.measured_bytes, counted)
+        # What Ulysses exchanged is kept, as results of other collectives are.
+        context = layers.context
+        exchanged = (strategies.ulysses.size > 1) * (2 * context.query_bytes + context.key_value_bytes) / split
+        kept = np.where(measured, columns.measured_bytes, counted) + exchanged
         total = np.where(chosen, np.minimum(kept, full), total)
     return total
 

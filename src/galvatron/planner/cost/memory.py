@@ -50,15 +50,24 @@ class Weights:
     """Those of them that are not frozen, shared ones included."""
 
 
-def state_bytes(weights: Weights, strategies: StrategyArrays, precision: Precision, optimizer: OptimizerSpec) -> Floats:
+def state_bytes(
+    weights: Weights,
+    strategies: StrategyArrays,
+    precision: Precision,
+    optimizer: OptimizerSpec,
+    conventions: Conventions,
+) -> Floats:
     """Parameters, gradients and optimizer states, as DP replicates, SDP and ZeRO-2 shard them.
 
     In bf16 a working copy stays beside the fp32 master unless SDP gathers it when needed; ZeRO-2 keeps a whole working
-    copy in either precision. Of what is frozen there is the working parameter alone.
+    copy in either precision. Of what is frozen there is the working parameter alone. A distributed optimizer keeps
+    gradients whole too.
     """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
     keeps_copy = strategies.zero2 | ((strategies.sdp.size == 1) & (precision is Precision.BF16))
     total: Floats = weights.trained * (optimizer.bytes_per_parameter / shards + keeps_copy * precision.bytes)
+    if conventions.distributed_optimizer:
+        total = total + weights.trained * strategies.zero2 * GRADIENT_BYTES * (1 - 1 / shards)
     frozen = weights.held - weights.trained
     return total + frozen * precision.bytes * (1 / shards + strategies.zero2)
 
@@ -143,7 +152,8 @@ def transient_bytes(
     freed = np.where(gathers & ~strategies.own, activation_bytes(samples, layers, strategies), 0)
     gradients = GRADIENT_BYTES * _beside(share * parameters, share * outside, layers.after)
     buffer = gradients - _beside(freed, freed, layers.after)
-    reduced = np.where(gathers, np.maximum(buffer, 0), np.where(strategies.zero2, np.maximum(buffer, growing), 0))
+    scatters = strategies.zero2 & (not conventions.distributed_optimizer)
+    reduced = np.where(gathers, np.maximum(buffer, 0), np.where(scatters, np.maximum(buffer, growing), 0))
     kept = sharded * conventions.largest_layers_kept * parameters.max(axis=-2, keepdims=True)
     total: Floats = work + gathered + own + reduced + kept * precision.bytes
     return total

@@ -32,6 +32,7 @@ from galvatron.planner.cost.communication import (
     reduce_scatter_s,
     transfer_s,
 )
+from galvatron.planner.cost.context import context_s
 from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.inputs import CostInputs
@@ -172,7 +173,8 @@ class StageCosts:
         parameter_gather = all_gather_s(parameters * precision.bytes, arrays.sdp)
         gradient_scatter = trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.sdp)
         zero2_scatter = arrays.zero2 * trains * reduce_scatter_s(trained * GRADIENT_BYTES, arrays.dp)
-        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter
+        scatter_once = zero2_scatter if conventions.distributed_optimizer else 0.0
+        each_backward = layers.has_backward * parameter_gather + gradient_scatter + zero2_scatter - scatter_once
         zero2_gather = arrays.zero2 * all_gather_s(parameters * precision.bytes, arrays.dp)
         beside_forward, beside_backward = forward, backward
         if arrays.own.any():
@@ -188,16 +190,23 @@ class StageCosts:
         backward_with_scatter = self._overlapped_s(beside_backward, each_backward)
 
         shard = trained / arrays.sdp.size
-        sync = np.where(arrays.zero2 | ~trains, 0.0, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
+        sync = np.where(arrays.zero2 | ~trains, scatter_once, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
         sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward + waiting,
             tp_s=tp_s,
             ep_s=np.zeros((1, 1)),
+            cp_s=self._context_s(samples),
             sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(trained, arrays, cluster.device, self.cost.optimizer),
         )
+
+    def _context_s(self, samples: Floats) -> Floats:
+        layers, arrays = self._layers, self._arrays
+        if (arrays.ring.size * arrays.ulysses.size).max() == 1:
+            return np.zeros((1, 1))
+        return context_s(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
 
     def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         return overlapped_s(compute_s, communicate_s, self.cost.cluster.overlap_slowdown)
@@ -235,7 +244,7 @@ class StageCosts:
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         trained = computation.trained_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         weights = memory.Weights(parameters, shared, trained)
-        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer)
+        states = memory.state_bytes(weights, arrays, precision, self.cost.optimizer, conventions)
         states = states + memory.shared_bytes(shared, arrays, precision, conventions)
         saved = memory.activation_bytes(samples, layers, arrays)
         pipelined = self._stage_link is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up
+from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up, sequence_change
 from galvatron.planner.cost.communication import Floats
 
 __all__ = ["LayoutRates", "layout_rates"]
@@ -46,15 +46,16 @@ def layout_rates(
     take the way back."""
     count = len(layouts)
     rows = np.ones((count, count), dtype=np.int64)
+    known: _Known = {}
     per_byte, fixed, whole_per_byte, whole_fixed = (np.zeros((count, count)) for _ in range(4))
     for i, source in enumerate(layouts):
         for j, target in enumerate(layouts):
             nested = source.rows <= target.rows or target.rows <= source.rows  # as both divide the rows, so does this
             lined_up = nested or lines_up(source.rows, target.rows)
-            per_byte[i, j], fixed[i, j] = _gathers_s(source, target, cluster, whole=not lined_up)
+            per_byte[i, j], fixed[i, j] = _gathers_s(source, target, cluster, known, whole=not lined_up)
             if lined_up and not nested and not always_factor_by_factor:
                 rows[i, j] = degree_of(source.rows | target.rows)
-                whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, whole=True)
+                whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, known, whole=True)
     return LayoutRates(
         per_byte=per_byte + back * per_byte.T,
         fixed_s=fixed + back * fixed.T,
@@ -64,13 +65,20 @@ def layout_rates(
     )
 
 
-def _gathers_s(source: Layout, target: Layout, cluster: Cluster, *, whole: bool) -> tuple[float, float]:
+_Known = dict[tuple[Factors, int], tuple[float, float]]
+"""What an all-gather over some factors that leaves so many parts takes: seconds a byte, and fixed ones."""
+
+
+def _gathers_s(source: Layout, target: Layout, cluster: Cluster, known: _Known, *, whole: bool) -> tuple[float, float]:
     """Seconds a byte and fixed seconds of one direction. A ring of g moves (g−1)/g of what a rank holds afterwards."""
     per_byte, fixed_s = 0.0, 0.0
-    for factors, parts in _gathers(source, target, whole=whole):
-        group, link = degree_of(factors), cluster.link(factors)
-        per_byte += (group - 1) / group / parts / link.bytes_per_s
-        fixed_s += link.latency_s
+    for key in _gathers(source, target, whole=whole):
+        if key not in known:
+            factors, parts = key
+            group, link = degree_of(factors), cluster.link(factors)
+            known[key] = (group - 1) / group / parts / link.bytes_per_s, link.latency_s
+        per_byte += known[key][0]
+        fixed_s += known[key][1]
     return per_byte, fixed_s
 
 
@@ -78,11 +86,12 @@ def _gathers(source: Layout, target: Layout, *, whole: bool) -> Iterator[tuple[F
     """The all-gathers of one direction: the factors each spans, and the parts of the boundary tensor it leaves.
 
     Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|; a source that is
-    gathered whole leaves all of them. Sequences that both layouts divide alike stay divided.
+    gathered whole leaves all of them. What both layouts do alike to sequences stays (:func:`sequence_change`).
     """
-    alike = source.sequence == target.sequence
-    if not alike and source.sequence:
-        yield source.sequence, degree_of(source.rows)
+    change = sequence_change(source, target)
+    kept = degree_of(change.kept)
+    if change.gathered:
+        yield frozenset(change.gathered), degree_of(source.rows) * kept
     factors, parts = (source.rows, 1) if whole else (source.rows - target.rows, degree_of(target.rows))
     if factors:
-        yield factors, parts * degree_of(source.sequence) if alike else parts
+        yield factors, parts * kept

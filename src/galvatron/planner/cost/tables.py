@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from galvatron.planner.cost.communication import Floats
 
-__all__ = ["NEVER", "Integers", "LayerCosts", "Tables", "rounded_up"]
+__all__ = ["NEVER", "Integers", "LayerCosts", "Tables", "held_bytes", "rounded_up"]
 
 Integers = NDArray[np.int64]
 NEVER = 1 << 44
-"""Nanoseconds or bytes of what cannot be done; sums of thousands still fit an int64."""
+"""Nanoseconds (4.9 hours) or bytes (16 TiB) of what cannot be done; sums of thousands still fit an int64. More than
+that is not told apart: no device has so much memory, and of plans in which a stage takes longer for a micro-batch
+nothing is proven (``galvatron.planner.search.outer``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,8 @@ class LayerCosts:
     tp_s: Floats
     ep_s: Floats
     """Tokens on their way to experts with axes of their own, and back."""
+    cp_s: Floats
+    """Attention over divided sequences: heads exchanged for tokens, keys and values on their way round."""
     sdp_s: Floats
     sync_s: Floats
     """Once an iteration: gradient synchronisation of DP and of tied weights, gathering of ZeRO-2."""
@@ -36,7 +40,7 @@ class LayerCosts:
 
     @property
     def steady_s(self) -> Floats:
-        return self.compute_s + self.tp_s + self.sdp_s + self.ep_s
+        return self.compute_s + self.tp_s + self.sdp_s + self.ep_s + self.cp_s
 
     @property
     def once_s(self) -> Floats:
@@ -60,5 +64,15 @@ class Tables:
 
 
 def rounded_up(values: Floats) -> Integers:
-    """Round up, forgiving the last bits of floating point so that 3.0000000001 bytes are 3."""
-    return np.ceil(values - 1e-6).astype(np.int64)
+    """Round up, to at most NEVER, forgiving the last bits of floating point so that 3.0000000001 bytes are 3."""
+    return np.minimum(np.ceil(values - 1e-6), NEVER).astype(np.int64)
+
+
+def held_bytes(state: Integers, activations: Integers, in_flight: Integers | int) -> Integers:
+    """Memory with so many micro-batches in flight. What is beyond NEVER need not be told apart, and would leave an
+    int64's range."""
+    count: Integers = np.asarray(in_flight, dtype=np.int64)
+    most: Integers = np.floor_divide(NEVER, count) + 1
+    held: Integers = np.minimum(activations, most)
+    held = held * count
+    return state + held

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from galvatron.core.spec import Cluster, Factors, Kind
+from galvatron.core.spec import CONTEXT_KINDS, DENSE_KINDS, Cluster, Factors
 from galvatron.core.units import format_bytes, format_count, format_seconds
 from galvatron.planner.pages.curves import Curves, Point, curves, point_note
 from galvatron.planner.pages.page import Card, Page, Section, chart, paragraph, table
@@ -22,6 +22,7 @@ _TIMES = {
     "compute_s": "compute",
     "tp_s": "TP",
     "ep_s": "EP",
+    "cp_s": "CP",
     "sdp_s": "SDP",
     "layout_s": "layout changes",
     "transfer_s": "receiving",
@@ -201,7 +202,7 @@ def _link_table(plan: Plan) -> str:
     used: dict[tuple[str, ...], list[str]] = {}
     for number, stage in enumerate(plan.stages):
         for strategy in dict.fromkeys(stage.strategies):
-            for kind in (Kind.DP, Kind.SDP, Kind.TP):
+            for kind in (*DENSE_KINDS, *CONTEXT_KINDS):
                 if factors := strategy.factors(kind):
                     group = (str(strategy), f"{kind.upper()} of {strategy.degree(kind)}", *_spanned(cluster, factors))
                     used.setdefault(group, []).append(str(number))

@@ -10,8 +10,9 @@ from typing import Any
 from galvatron.core.errors import GalvatronError, Infeasible, InvalidInput
 from galvatron.core.spec import OPTIMIZERS, SWITCHES, Attention, Kind, Level, ModelSpec, Precision, optimizer_named
 from galvatron.core.spec.tuning import Lora, Tuning
-from galvatron.core.units import format_bytes
+from galvatron.core.units import format_bytes, format_seconds
 from galvatron.families import load_model
+from galvatron.planner.cost import NEVER
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility
@@ -91,6 +92,12 @@ def _explained(request: Request, *, advised: bool) -> GalvatronError:
     where = "" if request.space == "full" else f" in space {request.space!r}"
     where += f" within {request.limits}" if request.limits else ""
     least = smallest_budget(request)
+    if (feasible_batch(request) is not None) if least is None else least[0] <= request.budget_bytes:
+        return InvalidInput(
+            f"{model.name} on {devices}{where}: every plan takes over {format_seconds(NEVER / 1e9)} for a micro-batch "
+            f"in a stage, or {format_bytes(NEVER)} of memory, which is beyond what is planned; check the figures of "
+            "layers and cluster"
+        )
     if least is None:
         batch = f"batch: {request.batch}: " if request.batch else ""
         return InvalidInput(f"{batch}{model.name} cannot run on {devices}{where}: {impossibility(request)}")
@@ -138,7 +145,8 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
     switches = request.effective_switches
     for switch in SWITCHES:
         if switch.remedy is not None and not getattr(switches, switch.name):
-            on = replace(request, switches=replace(switches, **{switch.name: True}))
+            also = {"zero3": True} if switch.name == "context_parallel" else {}
+            on = replace(request, switches=replace(switches, **{switch.name: True}, **also))
             yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
     if request.space != "full":
         yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])

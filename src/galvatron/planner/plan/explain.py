@@ -11,6 +11,7 @@ from galvatron.core.spec import schedule_named
 from galvatron.core.units import GIB, format_bytes, format_seconds
 from galvatron.planner.cost import CONVENTIONS, NEVER
 from galvatron.planner.plan.advice import impossibility, smallest_budget
+from galvatron.planner.plan.lengths import MoreDevices, longest_sequence, more_devices
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
 from galvatron.planner.search import Candidates, CutRule
@@ -39,6 +40,10 @@ class Explanation:
     """Why each layer has its strategy, in the order of the model."""
     one_more_gib: Plan
     """The best plan with one GiB more on each device, even where no such device is sold."""
+    longest: int | None = None
+    """Tokens of the longest sample that fits; only where sequences may be divided, and None where nobody knows."""
+    larger: tuple[MoreDevices, ...] = ()
+    """What more devices would buy; only where sequences may be divided."""
 
 
 def explain(plan: Plan) -> Explanation:
@@ -47,7 +52,10 @@ def explain(plan: Plan) -> Explanation:
     more = request.budget_bytes + GIB
     device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
     roomier = try_plan(replace(request, cluster=replace(request.cluster, device=device), memory_bytes=more))
-    return Explanation(plan, rivals(request), reasons(plan, request), roomier or plan)
+    whole = Explanation(plan, rivals(request), reasons(plan, request), roomier or plan)
+    if not plan.space.context_parallel:
+        return whole
+    return replace(whole, longest=longest_sequence(request), larger=more_devices(request))
 
 
 def reasons(plan: Plan, request: Request) -> tuple[str, ...]:
@@ -121,6 +129,11 @@ def rivals(request: Request) -> tuple[Rival, ...]:
             found.append(Rival(space.name, None, str(error)))
             continue
         found.append(Rival(space.name, plan, _obstacle(asked, plan)))
+    switches = request.effective_switches
+    if switches.context_parallel:
+        asked = replace(request, switches=replace(switches, context_parallel=False, zero3=False))
+        plan = try_plan(asked)
+        found.append(Rival(f"{request.space} without CP", plan, _obstacle(asked, plan)))
     return tuple(found)
 
 
@@ -143,6 +156,7 @@ def time_shares(plan: Plan) -> dict[str, float]:
         "compute": m * use.compute_s,
         "tensor-parallel communication": m * use.tp_s,
         "tokens on their way to experts": m * use.ep_s,
+        "exchanges of divided sequences": m * use.cp_s,
         "gathering and scattering shards": m * use.sdp_s,
         "layout changes": m * use.layout_s,
         "transfers between stages": m * use.transfer_s,

@@ -10,6 +10,7 @@ import numpy as np
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
 from galvatron.planner.cost import (
     GALVATRON,
@@ -45,7 +46,6 @@ _TOKENS_PER_DEVICE = 1 << 17
 _TOKENS = 1 << 22
 """Most tokens of a batch searched by default, for each device and in all: language models are trained with a few
 million tokens a step at most (Llama 2: 4M), and with less on few devices, where a step would take a minute."""
-_LARGEST_BATCH = 1 << 22
 _MOST_BATCHES = 4096
 
 
@@ -83,9 +83,9 @@ class Request:
                 raise InvalidInput(f"{name.replace('_', '-')}: {value} given; it must be at least 1")
         for name in ("batch", "max_batch", "batch_step"):
             value = getattr(self, name)
-            if value is not None and value > _LARGEST_BATCH:
+            if value is not None and value > MOST_SAMPLES:
                 raise InvalidInput(
-                    f"{name.replace('_', '-')}: {value} given; at most {_LARGEST_BATCH} samples are planned"
+                    f"{name.replace('_', '-')}: {value} given; at most {MOST_SAMPLES} samples are planned"
                 )
         if not self.batches:
             raise InvalidInput(
@@ -137,9 +137,12 @@ class Request:
 
     @property
     def effective_switches(self) -> Switches:
-        """The extensions searched; a model without experts has no use for expert parallelism, and a cluster that says
-        nothing of the host none for offload."""
-        switches = default_switches(self.cluster) if self.switches is None else self.switches
+        """The extensions searched; a model without experts has no use for expert parallelism, one whose sequences
+        cannot be divided none for context parallelism, and a cluster that says nothing of the host none for offload."""
+        length = self.model.training.sequence_length
+        switches = default_switches(self.cluster, length) if self.switches is None else self.switches
+        if not self.model.divisible or not switches.context_parallel:
+            switches = replace(switches, context_parallel=False, zero3=False)
         switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 
@@ -223,14 +226,22 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
     pace = Pace.of(request.schedule, len(stages), decisions.micro_batches, request.cluster.compute_contention)
     total_ns = iteration_ns(times_ns, pace)
     iteration_s = total_ns / 1e9
+    # Where sequences stay whole, plans say nothing of how they could be divided, as before they could.
+    switches = request.effective_switches
+    used = [strategy for stage in decisions.stages for strategy in stage]
+    switches = replace(  # by hand, maybe
+        switches,
+        context_parallel=switches.context_parallel or any(own.context_degree > 1 for own in used),
+        zero3=switches.zero3 or any(own.zero3 for own in used),
+    )
     return Plan(
         version=FORMAT_VERSION,
-        model=ModelFacts.of(request.model),
+        model=ModelFacts.of(request.model if switches.context_parallel else request.model.undivided()),
         cluster=ClusterFacts(digest=request.cluster.digest, devices=request.cluster.devices, facts=request.cluster),
         profile=request.profile,
         space=SpaceFacts(
             name=request.space,
-            **asdict(request.effective_switches),
+            **asdict(switches),
             cuts=request.cuts.value,
             conventions=request.conventions.name,
             batches=request.batches,
@@ -306,6 +317,7 @@ class _Pricing:
                 sync_s=total(self.parts.sync_s),
                 optimizer_s=total(self.parts.optimizer_s),
                 ep_s=total(self.parts.ep_s),
+                cp_s=total(self.parts.cp_s),
             ),
             in_flight=flying,
             memory_bytes=sum(asdict(memory).values()),
@@ -332,6 +344,9 @@ class _Pricing:
             reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
             if strategy.offload and not self.request.cluster.device.offloads:
                 reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
+            elif not kind.allows_context(strategy):
+                known = kind.context is not None
+                reason = "heads or tokens do not divide" if known else "its sequences cannot be divided over devices"
             elif not kind.allows_grade(strategy):
                 reason = "nobody knows what it keeps then; use +rc or keep all"
             elif not kind.allows_experts(strategy):

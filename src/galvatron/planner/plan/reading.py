@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
-from galvatron.core.files.reader import field_path, invalid, parse, read_text, shown
+from galvatron.core.files.reader import field_path, invalid, naming, parse, read_text, shown
 from galvatron.core.spec import LAYER_SWITCHES, Kind, LayerSpec, Strategy, optimizer_named, schedule_named
+from galvatron.core.spec.figures import MOST_LAYERS, MOST_SAMPLES
 from galvatron.planner.cost import CONVENTIONS
 from galvatron.planner.plan.record import FORMAT_VERSION, PlanRecord
 from galvatron.planner.search import CutRule
@@ -33,8 +34,11 @@ def read_plan(path: Path, kind: type[_Plan]) -> _Plan:
         raise PlanMismatch(
             f"{where}: version: {shown(raw['version'])} is not what this program reads, {FORMAT_VERSION}; {_REMEDY}"
         )
+    if wild := _wild({key: value for key, value in raw.items() if key != "model"}):
+        raise InvalidInput(f"{where}: {wild}; {_REMEDY}")
     try:
-        plan = TypeAdapter(kind).validate_json(text, strict=True)
+        with naming(where):
+            plan = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise InvalidInput(f"{invalid(error, where)}; {_REMEDY}") from None
     except RecursionError as error:
@@ -47,6 +51,16 @@ def read_plan(path: Path, kind: type[_Plan]) -> _Plan:
     except InvalidInput as error:
         raise type(error)(f"{where}: {error}; {_REMEDY}") from error
     return plan
+
+
+def _wild(given: Any, at: tuple[int | str, ...] = ()) -> str | None:
+    """The first number that no plan has: infinite, or beyond what 64 bits hold. Facts of the model check their own."""
+    if isinstance(given, dict | list):
+        places = given.items() if isinstance(given, dict) else enumerate(given)
+        return next(filter(None, (_wild(value, (*at, key)) for key, value in places)), None)
+    if isinstance(given, int | float) and not -(2**63) < given < 2**63:
+        return f"{field_path(at)}: {shown(given)} is out of range"
+    return None
 
 
 def _stray(given: Any, known: Any, at: tuple[int | str, ...] = ()) -> str | None:
@@ -73,8 +87,10 @@ def _check(plan: PlanRecord) -> None:
     for index, run in enumerate(plan.model.order):
         if run.layer not in names:
             raise InvalidInput(f"model.order[{index}].layer: {run.layer!r} is not among model.kinds")
-        if not 0 < run.count <= 1_000_000:
+        if not 0 < run.count <= MOST_LAYERS:
             raise InvalidInput(f"model.order[{index}].count: {run.count} is not a number of layers")
+    if sum(run.count for run in plan.model.order) > MOST_LAYERS:
+        raise InvalidInput(f"model.order: it has more than {MOST_LAYERS} layers")
     if not plan.model.order:
         raise InvalidInput("model.order: the model has no layers")
     config = plan.model.config
@@ -104,8 +120,10 @@ def _check_space(plan: PlanRecord) -> None:
     ):
         if value not in known:
             raise InvalidInput(f"space.{name}: {value!r} is not one of {', '.join(known)}")
-    if plan.batch not in space.batches or min(space.batches) < 1:
-        raise InvalidInput(f"space.batches: they do not hold the plan's batch of {plan.batch}")
+    if plan.batch not in space.batches or min(space.batches) < 1 or max(space.batches) > MOST_SAMPLES:
+        raise InvalidInput(
+            f"space.batches: they are not from 1 to {MOST_SAMPLES}, or do not hold the plan's batch of {plan.batch}"
+        )
     _check_limits(plan)
     if space.max_micro_batches is not None and space.max_micro_batches < plan.micro_batches:
         raise InvalidInput(

@@ -28,6 +28,9 @@ __all__ = [
 
 FORMAT_VERSION = 8
 
+_LATER_SWITCHES = ("selective_recompute", "recompute_but_attention", "offload", "float8", "zero3", "context_parallel")
+"""Left out of files of plans that were searched without them, which stay as they were."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRun:
@@ -119,6 +122,8 @@ class TimeUse:
     """Optimizer step, once an iteration."""
     ep_s: float = 0.0
     """Tokens on their way to experts with axes of their own, and back; only plans of models with experts have it."""
+    cp_s: float = 0.0
+    """Exchanges of attention over divided sequences; only plans that were searched with these have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +225,14 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
-        for name in ("selective_recompute", "recompute_but_attention", "offload", "float8"):
+        for name in (
+            "selective_recompute",
+            "recompute_but_attention",
+            "offload",
+            "float8",
+            "zero3",
+            "context_parallel",
+        ):
             if not facts["space"][name]:
                 del facts["space"][name]
         if self.space.limits is None:
@@ -229,6 +241,9 @@ class PlanRecord:
             del facts["space"]["expert_parallel"]
             for stage in facts["stages"]:
                 del stage["time"]["ep_s"]
+        if not self.space.context_parallel:
+            for stage in facts["stages"]:
+                del stage["time"]["cp_s"]
         return facts
 
 

@@ -18,7 +18,7 @@ from galvatron.core.units import GIB, format_bytes, format_count, format_seconds
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.record import PlannedStage, layer_runs
+from galvatron.planner.plan.record import Certificate, PlannedStage, layer_runs
 
 __all__ = ["comparison_view", "explanation_view", "plan_view"]
 
@@ -61,12 +61,19 @@ def plan_view(plan: Plan) -> RenderableType:
     certificate = Text(
         "written by hand: nothing is proven about it"
         if proof is None
-        else f"proven {'optimal' if proof.gap == 0 else f'within {proof.gap:.2%} of the optimum'} in the "
+        else f"{_proven(proof)} in the "
         f"{plan.space.name!r} space{_rules(plan)}; {proof.combinations - proof.solved} configurations ruled out, "
         f"{proof.solved} solved exactly",
         style="dim",
     )
     return Group(title, numbers, _strips(plan), _legend(plan), certificate, *_notes(plan))
+
+
+def _proven(proof: Certificate) -> str:
+    """What is proven of a plan, in words."""
+    if proof.gap == 0:
+        return "proven optimal"
+    return f"proven within {proof.gap:.2%} of the optimum" if proof.gap < 1 else "not proven to be near the optimum"
 
 
 def _tokens_per_s(plan: Plan) -> str:
@@ -99,6 +106,14 @@ def _notes(plan: Plan) -> Iterator[Text]:
         side = training.image_size
         size = "" if side is None else f" (one of {side} × {side} pixels)"
         yield Text(f"{seen} of {training.sequence_length} tokens a sample are of images{size}", style="dim")
+    divided = max((own.context_degree for stage in plan.stages for own in stage.strategies), default=1)
+    if divided > 1:
+        whole = format_bytes(plan.model.spec().activation_bytes)
+        yield Text(
+            f"samples of {training.sequence_length:,} tokens are divided over {divided} devices: whole, one would keep "
+            f"{whole} for backward without recompute",
+            style="dim",
+        )
     if len(batches) > 1:
         largest = f"the fastest of {batches[0]}, {batches[1]} … {batches[-1]} samples"
         length = training.sequence_length
@@ -193,8 +208,41 @@ def explanation_view(explanation: Explanation) -> RenderableType:
         Text("\nThe best plan of every space", style="bold"),
         _rivals(explanation),
         _one_more(explanation),
+        *_lengths(explanation),
         *_imbalances(plan),
+        *_attention_share(plan),
     )
+
+
+def _lengths(explanation: Explanation) -> Iterator[Text]:
+    """How long samples may be, here and with more devices."""
+    plan = explanation.plan
+    if explanation.longest is not None:
+        yield Text(f"Samples of up to {explanation.longest:,} tokens fit (at the smallest batch).")
+    for more in explanation.larger:
+        what = f"With {more.devices} instead of {plan.cluster.devices} devices "
+        gain = 0.0 if more.plan is None else more.plan.throughput / plan.throughput - 1
+        bought = f"{gain:.0%} more samples/s" if gain > 0 else "no more samples/s"
+        longer = "" if more.longest is None else f", and samples of up to {more.longest:,} tokens fit"
+        yield Text(f"{what}there would be {bought}{longer}.")
+
+
+def _attention_share(plan: Plan) -> Iterator[Text]:
+    """What is assumed about attention where its sequences are divided."""
+    divided = {
+        layer.layer
+        for stage in plan.stages
+        for layer, strategy in zip(stage.layers, stage.strategies, strict=True)
+        if strategy.context_degree > 1
+    }
+    for kind in plan.model.kinds:
+        if kind.name in divided and kind.context is not None and kind.context.heads:
+            share = kind.context.attention_flops / max(kind.forward_flops, 1)
+            basis = "counted time" if plan.profile is None else "time of whole sequences as measured"
+            yield Text(
+                f"Assumed: of the {basis} of {kind.name!r} attention takes {share:.0%}, its part of the operations; "
+                "each device takes its share of that, and exchanges are counted from the links."
+            )
 
 
 def _imbalances(plan: Plan) -> Iterator[Text]:
@@ -246,6 +294,8 @@ def _axis_meanings(axes: str) -> Iterator[str]:
         "dp": "{} replicas",
         "tp": "weights split {} ways",
         "ep": "divided {} ways",
+        "ring": "sequence over a ring of {}",
+        "ulysses": "sequence split {} ways, heads in attention",
         "single": "one device",
     }
     for axis in axes.split("-"):

@@ -43,7 +43,7 @@ from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "request_for", "training_of"]
+__all__ = ["PAPER_MICRO_BATCHES", "Setup", "Source", "cluster_for", "request_for", "training_of"]
 
 PAPER_MICRO_BATCHES = 4
 """Most micro-batches in the paper's setting (fitted to its table): it tuned them by hand and does not say how many."""
@@ -73,7 +73,7 @@ def request_for(
     if paper:
         _reject_contradictions(setup)
     _reject_unusable_switches(setup)
-    cluster = _cluster(cluster, setup)
+    cluster = cluster_for(cluster, setup)
     if setup.get("offload") and not cluster.device.offloads:
         raise InvalidInput(
             f"--offload needs the link to the host, of which cluster {cluster.name!r} says nothing; give its file "
@@ -110,7 +110,7 @@ def request_for(
         max_batch=setup.get("max_batch"),
         any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
-        switches=_switches(setup, cluster),
+        switches=_switches(setup, model, cluster),
         schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
@@ -120,7 +120,7 @@ def request_for(
     )
 
 
-def _cluster(given: str | Path | Cluster, setup: Setup) -> Cluster:
+def cluster_for(given: str | Path | Cluster, setup: Setup) -> Cluster:
     """The cluster asked for. In the paper's setting a preset has no margin for the allocator and no known peak: the
     paper counts what is reserved only."""
     devices, node_link = setup.get("devices"), setup.get("node_link")
@@ -326,10 +326,23 @@ def _schedule(setup: Setup) -> Schedule:
     return ONE_F_ONE_B if name is None else schedule_named(name)
 
 
-def _switches(setup: Setup, cluster: Cluster) -> Switches:
+def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
     """The extensions: as said, else by default; in the paper's setting none. Who wants no recompute gets none of its
     grades either, unless asked for."""
-    default = PAPER if setup.get("paper") else default_switches(cluster)
+    length = model.training.sequence_length
+    default = PAPER if setup.get("paper") else default_switches(cluster, length)
+    if setup.get("context_parallel") and not model.divisible:
+        raise InvalidInput(
+            f"--context-parallel: asked for, but nobody knows how to divide sequences of {model.name}'s layers over "
+            "devices (known: self-attention over whole sequences); leave it out"
+        )
+    if setup.get("context_parallel") is not None:
+        default = replace(default, zero3=bool(setup["context_parallel"]))
+    elif setup.get("zero3") and not default.context_parallel:
+        raise InvalidInput(
+            f"--zero3 shards over the ranks that divide a sequence, which are not searched for samples of {length} "
+            "tokens; add --context-parallel, or drop --zero3"
+        )
     if setup.get("recompute") is False:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}

@@ -27,6 +27,7 @@ _INSIDE = {
     "compute": "compute_s",
     "TP": "tp_s",
     "EP": "ep_s",
+    "CP": "cp_s",
     "SDP": "sdp_s",
     "layout": "layout_s",
 }

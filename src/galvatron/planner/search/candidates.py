@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Strategy
-from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables
+from galvatron.core.spec import ModelSpec, Strategy
+from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables, held_bytes
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.experts import Classes, ExpertChoices
@@ -29,6 +29,12 @@ _FEW = 3
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
+
+
+def _attended(model: ModelSpec, strategy: Strategy) -> bool:
+    """Whether some layer with attention can take the context axes: others need no more than those (rule context-2)."""
+    attending = (kind.context for kind in model.kinds if kind.context is not None and kind.context.heads)
+    return strategy.context_degree == 1 or any(own.allows(strategy) for own in attending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,10 @@ class Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
         every = space.strategies(devices)
+        needed = [each for each in every if _attended(cost.model, each)] or every
         # What none of the model's layers can take would only make tables longer.
-        used = [each for each in every if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
-        costs = cost.stage(used or every, pipeline_degree)
+        used = [each for each in needed if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        costs = cost.stage(used or needed, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
     def _groups(self, experts: ExpertChoices) -> Places:
@@ -132,6 +139,17 @@ class Candidates:
         if self._experts is None:
             return CandidateTables(plain, None)
         return CandidateTables(plain, self._experts.least_tables(micro_batch, micro_batches), self._experts.one_class)
+
+    def longest_ns(self, micro_batch: int, micro_batches: int, kinds: Integers) -> int:
+        """No stage of these layers takes longer for a micro-batch, whatever is chosen; NEVER: it may take that long."""
+        costs, every = self.costs, self.tables(np.array(micro_batch), np.array(micro_batches))
+        possible = costs.possible(np.array(micro_batch))
+        longest = np.where(possible, every.plain.time_ns, 0).max(axis=-1)
+        if every.own is not None and self._experts is not None:
+            longest[self._experts.costs.rows] += every.own[1].time_ns.max(axis=-1)
+        resplit = max(int(costs.resplit(micro_batch, split).time_ns.max()) for split in range(len(costs.splits)))
+        moved = int(costs.change_ns(micro_batch).max()) + 2 * int(costs.transfer_ns(micro_batch).max()) + resplit
+        return min(int(longest[kinds].sum()) + len(kinds) * moved, NEVER)
 
     def prices(self, tables: CandidateTables, held: Integers) -> Prices:
         """Of combinations of which a stage holds so many micro-batches in flight."""
@@ -214,7 +232,7 @@ def _usable(tables: Tables, row: int) -> Lean:
 
 def _leanest(lean: Lean, groups: Places, held: tuple[int, int]) -> Lean:
     """Without what another of its group beats. What holds for the fewest and the most in flight holds for all."""
-    memory = [lean.state_bytes + count * lean.activation_bytes for count in dict.fromkeys(held)]
+    memory = [held_bytes(lean.state_bytes, lean.activation_bytes, count) for count in dict.fromkeys(held)]
     return lean.at(undominated(groups, np.stack([lean.transient_bytes, *memory])))
 
 
@@ -242,7 +260,7 @@ def _compared(tables: Tables, held: tuple[int, int]) -> Integers:
     allowed = tables.time_ns < NEVER
     ways = [tables.time_ns]
     for count in dict.fromkeys(held):
-        memory = tables.state_bytes + count * tables.activation_bytes
+        memory = held_bytes(tables.state_bytes, tables.activation_bytes, count)
         ways += [memory, memory + tables.transient_bytes]
     return np.concatenate([np.where(allowed, way, _FAR) for way in ways])
 
@@ -258,7 +276,7 @@ class _Part:
     @classmethod
     def of(cls, tables: Tables, held: Integers) -> _Part:
         usable = tables.time_ns < NEVER
-        memory = tables.state_bytes + held[:, None, None] * tables.activation_bytes
+        memory = held_bytes(tables.state_bytes, tables.activation_bytes, held[:, None, None])
         return cls(tables.time_ns, np.where(usable, memory, NEVER), np.where(usable, tables.transient_bytes, NEVER))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.core.spec import Schedule, Strategy
-from galvatron.planner.cost import NEVER, Integers, Pace, Tables, iteration_ns
+from galvatron.planner.cost import NEVER, Integers, Pace, Tables, held_bytes, iteration_ns
 from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.candidates import Candidates, Columns, Lean
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
@@ -161,8 +161,7 @@ class Combination:
         return tuple(self.candidates.strategy(self.columns, index) for index in stage.choice)
 
     def memory(self, in_flight_count: int) -> Integers:
-        memory: Integers = self.tables.state_bytes + in_flight_count * self.tables.activation_bytes
-        return memory
+        return held_bytes(self.tables.state_bytes, self.tables.activation_bytes, in_flight_count)
 
     # ------------------------------------------------------------------ bounds
 

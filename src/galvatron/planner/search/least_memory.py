@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from galvatron.planner.cost import NEVER, Integers
+from galvatron.planner.cost import NEVER, Integers, held_bytes
 from galvatron.planner.search.candidates import Lean
 from galvatron.planner.search.combination import Combination
 
@@ -132,7 +132,7 @@ class LeastMemory:
             steps.append(_Steps.of(memory, transient))
             late.append(
                 _Steps.of(
-                    memory + in_flight_count * paid.activation_bytes[kind, lean.strategy],
+                    held_bytes(memory, paid.activation_bytes[kind, lean.strategy], in_flight_count),
                     transient + paid.transient_bytes[kind, lean.strategy],
                 )
             )
@@ -144,8 +144,7 @@ class LeastMemory:
 
 
 def _memory(lean: Lean, in_flight_count: int) -> Integers:
-    memory: Integers = lean.state_bytes + in_flight_count * lean.activation_bytes
-    return memory
+    return held_bytes(lean.state_bytes, lean.activation_bytes, in_flight_count)
 
 
 @dataclass(frozen=True, slots=True)

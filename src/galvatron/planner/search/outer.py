@@ -182,8 +182,29 @@ class Search:
         if best is None:
             return None
         batch, _, solved, combination = best
+        rest_bound = max(rest_bound, self._beyond(batch / solved.iteration_ns))
         proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
         return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
+
+    def _beyond(self, throughput: float) -> float:
+        """The highest throughput of plans that the search cannot tell from what cannot be done, if it is above this.
+
+        They have a stage that takes NEVER or longer for a micro-batch, which bounds their iterations from below. A
+        combination has none of them where the dearest of everything makes less.
+        """
+        if max(self.problem.batches) <= throughput * NEVER:  # no plan that is faster has such a stage
+            return 0.0
+        beyond = throughput
+        contention = self.problem.cost.cluster.compute_contention
+        for degree in self.degrees:
+            for batch, count in ((b, m) for b in self.problem.batches for m in self.micro_batch_counts(b, degree)):
+                pace = Pace.of(self.problem.schedule, degree, count, contention)
+                at_best = batch / pace.whole_ns(NEVER, NEVER)
+                if at_best <= beyond:
+                    continue
+                if self.candidates_of(degree).longest_ns(batch // count, count, self.layers.kinds) >= NEVER:
+                    beyond = at_best
+        return beyond
 
     def _queue(self) -> tuple[list[_Queued], dict[int, tuple[deque[list[_Queued]], int]]]:
         """The queue to begin with; and of each pipeline degree what waits behind its first, in chunks that are bounded

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Factor, Factors, Kind, Layout, Schedule, Strategy, gathered_factors
+from galvatron.core.spec import Factor, Kind, Layout, Schedule, Strategy, gathered_factors, sequence_change
 from galvatron.families.layer import Tie
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "StagePlan",
     "backward_group",
     "change_groups",
+    "context_groups",
     "coordinate",
     "forward_group",
     "layer_groups",
@@ -129,9 +130,13 @@ class LayerGroups:
     tensor: GroupKey
     """Computes the layer together (TP); sequence parallelism divides sequences over it."""
     data: GroupKey
-    """Holds the same parameters (DP)."""
+    """Holds the same parameters (DP, and context parallelism where it shards nothing)."""
     shard: GroupKey
-    """Holds a part each of the parameters, or of gradients and states (SDP, ZeRO-2)."""
+    """Holds a part each of the parameters, or of gradients and states (SDP, ZeRO-2, ZeRO-3)."""
+    ring: GroupKey
+    """Has a sequence together: keys and values go round in it."""
+    ulysses: GroupKey
+    """Has a sequence, or a rank's part of it in the ring, together: exchanges heads for tokens."""
     expert_tensor: GroupKey
     """Computes the same experts together (their TP). This and what follows is for experts with axes of their own;
     those of other layers are computed and held as the rest of the layer."""
@@ -160,10 +165,13 @@ class ChangeGroups:
 
 def layer_groups(position: Position, strategy: Strategy) -> LayerGroups:
     """The one place that says who communicates for a layer."""
+    ring, ulysses = context_groups(position, Layout(frozenset(), strategy.context_factors, strategy.factors(Kind.RING)))
     return LayerGroups(
         tensor=GroupKey(ranks_along(position, strategy.factors(Kind.TP))),
-        data=GroupKey(ranks_along(position, strategy.factors(Kind.DP))),
+        data=GroupKey(ranks_along(position, strategy.replica_factors)),
         shard=GroupKey(ranks_along(position, strategy.sharding_factors)),
+        ring=ring,
+        ulysses=ulysses,
         expert_tensor=GroupKey(ranks_along(position, strategy.expert_factors(Kind.TP))),
         expert_data=GroupKey(ranks_along(position, strategy.expert_factors(Kind.DP))),
         expert_shard=GroupKey(ranks_along(position, strategy.expert_factors(Kind.SDP))),
@@ -173,15 +181,21 @@ def layer_groups(position: Position, strategy: Strategy) -> LayerGroups:
     )
 
 
+def context_groups(position: Position, layout: Layout) -> tuple[GroupKey, GroupKey]:
+    """The ring and Ulysses' group, where context parallelism divides sequences so. They have channels of their own, for
+    the reason that dispatch has."""
+    ring, ulysses = layout.zigzag, layout.sequence - layout.zigzag
+    return GroupKey(ranks_along(position, ring), "ring"), GroupKey(ranks_along(position, ulysses), "ulysses")
+
+
 def change_groups(position: Position, rows: int, source: Layout, target: Layout) -> ChangeGroups:
     """… and between two layers; ``rows``: of a micro-batch."""
-    same = source.sequence == target.sequence
-    nobody: Factors = frozenset()
+    change = sequence_change(source, target)
     return ChangeGroups(
-        whole_sequence=GroupKey(ranks_along(position, nobody if same else source.sequence)),
+        whole_sequence=GroupKey(ranks_along(position, change.gathered)),
         forward_rows=GroupKey(ranks_along(position, gathered_factors(source.rows, target.rows, rows))),
         backward_rows=GroupKey(ranks_along(position, gathered_factors(target.rows, source.rows, rows))),
-        divided_sequence=GroupKey(ranks_along(position, nobody if same else target.sequence)),
+        divided_sequence=GroupKey(ranks_along(position, change.sliced)),
     )
 
 

@@ -7,24 +7,26 @@ because each rank holds the gradient of the whole loss by its own rows.
 Which rows those are follows from layer to layer: the first has them in the order of the batch, and each change takes
 them as they lie. Nothing is put back into order, so a change only asks for what its own two layouts need.
 
-A layer with sequence parallelism takes and gives activations divided along the sequence; all others take whole
-sequences. Between layers of different layouts the sequence is gathered, the rows change, and the sequence is divided
-again.
+A layer with sequence or context parallelism takes and gives activations divided along the sequence; all others take
+whole sequences. Between layers of different layouts the sequence is gathered as far as the two do not divide it alike,
+the rows change, and the sequence is divided again. In a ring tokens lie in zig-zag order, so they are put into order
+between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Factors, Layout, degree_of, factor_by_factor
+from galvatron.core.spec import Factor, Factors, Layout, degree_of, factor_by_factor, sequence_change
 from galvatron.families.layer import Activations
 from galvatron.runtime import collectives
-from galvatron.runtime.layout.groups import GroupPool, Position, change_groups, coordinate
+from galvatron.runtime.layout.groups import GroupKey, GroupPool, Position, change_groups, coordinate
+from galvatron.runtime.layout.tokens import TokenOrder, part_under
 from galvatron.runtime.tensor_parallel import operators
 
 __all__ = ["LayoutChange", "RowAssignment", "RowAssignments"]
@@ -76,9 +78,6 @@ class RowAssignments:
         for factors in divided[1:]:
             at.append(at[-1] if factors == at[-1].factors else at[-1].changed(factors))
         self.at: tuple[RowAssignment, ...] = tuple(at)
-        self.distinct: tuple[RowAssignment, ...] = tuple(dict.fromkeys(at))
-        self.numbers: tuple[int, ...] = tuple(self.distinct.index(assignment) for assignment in at)
-        """Of each layer's assignment among the distinct ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,17 +145,25 @@ class LayoutChange:
     def __init__(self, pool: GroupPool, position: Position, rows: int, source: Layout, target: Layout) -> None:
         """``rows``: of the micro-batch."""
         groups = change_groups(position, rows, source, target)
+        change = sequence_change(source, target)
         self._gather = pool.group(groups.whole_sequence)
+        self._before = _order(position, source, change.kept, groups.whole_sequence)
         self._rows = RowChange(pool, position, rows, source, target)
         self._slice = pool.group(groups.divided_sequence)
+        self._after = _order(position, target, change.kept, groups.divided_sequence)
 
     def __call__(self, activations: Activations) -> Activations:
         return tuple(self._changed(tensor) for tensor in activations)
 
     def _changed(self, tensor: Tensor) -> Tensor:
         if self._gather is not None:
-            tensor = operators.gather_sequence(tensor, self._gather)
+            tensor = self._before.joined(operators.gather_sequence(tensor, self._gather))
         tensor = self._rows(tensor)
         if self._slice is not None:
-            tensor = operators.slice_sequence(tensor, self._slice)
+            tensor = operators.slice_sequence(self._after.parted(tensor), self._slice)
         return tensor
+
+
+def _order(position: Position, layout: Layout, kept: Iterable[Factor], group: GroupKey) -> TokenOrder:
+    members = (position.ranks.index(rank) for rank in group.ranks)
+    return TokenOrder(layout, part_under(layout, kept), position.index, members)

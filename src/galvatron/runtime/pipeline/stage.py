@@ -98,13 +98,13 @@ class Stage(nn.Module):
     """Consecutive layers on one group of devices."""
 
     def __init__(
-        self, stage_layers: Sequence[StageLayer], assignments: Sequence[int], changes: Sequence[LayoutChange | None]
+        self, stage_layers: Sequence[StageLayer], portions: Sequence[int], changes: Sequence[LayoutChange | None]
     ) -> None:
-        """``assignments``: number of each layer's; ``changes``: before each layer; None before the first, which is
+        """``portions``: number of each layer's; ``changes``: before each layer; None before the first, which is
         given its own layout."""
         super().__init__()
         self.stage_layers = nn.ModuleList(stage_layers)
-        self._assignments, self._changes = tuple(assignments), tuple(changes)
+        self._portions, self._changes = tuple(portions), tuple(changes)
 
     @property
     def layers(self) -> list[Layer]:
@@ -118,8 +118,8 @@ class Stage(nn.Module):
             stage_layer.seed(seed)
 
     def forward(self, activations: Activations, micro_batch: MicroBatch, step: tuple[int, int]) -> Activations:
-        for stage_layer, assignment, change in zip(self.stage_layers, self._assignments, self._changes, strict=True):
+        for stage_layer, portion, change in zip(self.stage_layers, self._portions, self._changes, strict=True):
             if change is not None:
                 activations = change(activations)
-            activations = stage_layer(activations, micro_batch.context(assignment), step)
+            activations = stage_layer(activations, micro_batch.context(portion), step)
         return activations

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from galvatron.core.spec import Layout, degree_of
+from galvatron.core.spec import Layout, sequence_pieces
 from galvatron.runtime.data_parallel.shards import part_of
-from galvatron.runtime.layout.groups import coordinate
 from galvatron.runtime.layout.slice_gather import RowAssignment
+from galvatron.runtime.layout.tokens import chunks_of
 
 __all__ = ["StageEnd", "StageTransfer"]
 
@@ -34,9 +34,9 @@ class StageEnd:
     def rows(self, index: int) -> tuple[int, ...]:
         return self.assignment.numbers(index)
 
-    def tokens(self, index: int) -> tuple[int, int]:
-        """Which part of the tokens, of how many."""
-        return coordinate(index, self.layout.sequence), degree_of(self.layout.sequence)
+    def chunks(self, index: int, count: int) -> tuple[int, ...]:
+        """Which of so many chunks of the tokens, in the order in which it holds them."""
+        return tuple(chunk for run in sequence_pieces(self.layout, index, count) for chunk in run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,46 +136,22 @@ def _routes(source: StageEnd, target: StageEnd) -> Iterator[tuple[int, int, _Mes
     that copies on tensor-parallel ranks share the work.
     """
     count = len(source.ranks)
+    chunks = math.lcm(chunks_of(source.layout), chunks_of(target.layout))
     held = [{row: place for place, row in enumerate(source.rows(index))} for index in range(count)]
+    tokens = [{chunk: place for place, chunk in enumerate(source.chunks(index, chunks))} for index in range(count)]
     for receiver in range(len(target.ranks)):
-        part, parts = target.tokens(receiver)
+        wanted = target.chunks(receiver, chunks)
+        near = [(receiver + step) % count for step in range(count)]
         taken: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         for place, row in enumerate(target.rows(receiver)):
-            for piece, pieces, sender in _holders(source, held, row, part, parts, receiver):
-                taken.setdefault((sender, piece, pieces), []).append((held[sender][row], place))
-        for (sender, piece, pieces), places in taken.items():
-            outgoing, incoming = _token_parts(source.tokens(sender), (part, parts), (piece, pieces))
+            for position, chunk in enumerate(wanted):
+                sender = next(own for own in near if row in held[own] and chunk in tokens[own])
+                taken.setdefault((sender, chunk, position), []).append((held[sender][row], place))
+        for (sender, chunk, position), places in taken.items():
             there, here = zip(*places, strict=True)
             yield (
                 source.ranks[sender],
                 target.ranks[receiver],
-                _Message(target.ranks[receiver], tuple(there), *outgoing),
-                _Message(source.ranks[sender], tuple(here), *incoming),
+                _Message(target.ranks[receiver], tuple(there), tokens[sender][chunk], len(tokens[sender])),
+                _Message(source.ranks[sender], tuple(here), position, len(wanted)),
             )
-
-
-def _holders(
-    source: StageEnd, held: list[dict[int, int]], row: int, part: int, parts: int, receiver: int
-) -> list[tuple[int, int, int]]:
-    """(piece of the tokens, of how many, who sends it) that together are one row of the receiver's part."""
-    count = len(held)
-    near = [(receiver + step) % count for step in range(count)]
-    holders = [sender for sender in near if row in held[sender]]
-    splits = source.tokens(0)[1]
-    finest = math.lcm(splits, parts)
-    wanted = [piece for piece in range(finest) if piece * parts // finest == part]
-    found = []
-    for piece in wanted:
-        sender = next(holder for holder in holders if source.tokens(holder)[0] == piece * splits // finest)
-        found.append((piece, finest, sender))
-    return found
-
-
-def _token_parts(
-    holds: tuple[int, int], wants: tuple[int, int], piece: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """A piece of the tokens as (part, parts) of what the sender holds, and of what the receiver wants."""
-    number, finest = piece
-    outgoing = (number - holds[0] * finest // holds[1], finest // holds[1])
-    incoming = (number - wants[0] * finest // wants[1], finest // wants[1])
-    return outgoing, incoming

@@ -207,6 +207,7 @@
     el("title").textContent = answer.title;
     el("subtitle").textContent = answer.subtitle;
     el("cards").replaceChildren(...[...answer.cards, ...money(answer.figures.answer)].map(card));
+    el("said").replaceChildren();
     el("answer").hidden = false;
     el("sections").innerHTML = "";
     for (const section of answer.sections) {
@@ -305,8 +306,9 @@
     type: "button", textContent: `Download ${file}`, title: text,
     onclick: async () => {
       try {
-        const content = await (await post(`/download/${file}`, shown.asked)).blob();
-        const link = make("a", { href: URL.createObjectURL(content), download: file });
+        const { text: content, said } = await (await post(`/download/${file}`, shown.asked)).json();
+        el("said").replaceChildren(...said.map((line) => make("li", { textContent: line })));
+        const link = make("a", { href: URL.createObjectURL(new Blob([content])), download: file });
         link.click();
         setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
       } catch (error) {

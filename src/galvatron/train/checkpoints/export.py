@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron.core.errors import InvalidInput
+from galvatron.core.errors import CheckpointCorrupt, InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta
@@ -128,14 +128,21 @@ def _facts(plan: Mapping[str, Any], tensors: Mapping[str, _Outline]) -> _Facts:
     config = {**model["config"], "architectures": [type(stock).__name__], "dtype": dtype_name}
     config.pop("torch_dtype", None)  # the older name of the same field
     tensors = merged_shapes(tensors)
-    _check_names(stock, tensors)
+    _check_names(stock, tensors, whole=model["family"] != "generic")
     names = saved_names(stock, list(tensors))
     return _Facts(config=config, names=names, tensors=tensors, stock=stock, lora=lora_of_plan(plan))
 
 
-def _check_names(stock: Any, tensors: Mapping[str, _Outline]) -> None:
-    """What the class of the configuration does not have, ``from_pretrained`` would drop without a word."""
-    known = {name: tuple(own.shape) for name, own in stock.state_dict(keep_vars=True).items()}
+def _check_names(stock: Any, tensors: Mapping[str, _Outline], *, whole: bool) -> None:
+    """What the class of the configuration does not have, ``from_pretrained`` would drop without a word; what it has
+    more, it would fill at random. ``whole``: each parameter has a part in training."""
+    own = stock.state_dict(keep_vars=True)
+    if whole:
+        given = {id(own[name]) for name in tensors if name in own}
+        missing = [name for name, tensor in stock.named_parameters() if id(tensor) not in given]
+        if missing:
+            raise CheckpointCorrupt(f"{missing[0]}: a {type(stock).__name__} has it, but the weights given do not")
+    known = {name: tuple(tensor.shape) for name, tensor in own.items()}
     for name, (shape, _) in tensors.items():
         if known.get(name) != shape:
             expected = f"has shape {list(known[name])}" if name in known else "does not exist"

@@ -8,92 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from dataclasses import asdict, dataclass, field
+import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import CheckpointCorrupt, InvalidInput
+from galvatron.train.checkpoints.consistency import problem_of
+from galvatron.train.checkpoints.record import Chunk, ManifestRecord, SavedOptimizer, SavedTensor
 
-__all__ = ["FORMAT_VERSION", "MANIFEST", "Chunk", "Manifest", "SavedOptimizer", "SavedTensor", "read_chunk"]
+__all__ = ["FORMAT_VERSION", "MANIFEST", "Chunk", "Manifest", "SavedOptimizer", "SavedTensor", "read_chunk", "sealed"]
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-_DATA_FILE = re.compile(r"rank-\d+\.bin")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A block of a tensor, and where its bytes are."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    """Of its first byte in the file."""
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedTensor:
-    """A whole tensor in chunks that cover it."""
-
-    dtype: str
-    """By its name in torch."""
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedOptimizer:
-    """An optimizer without its tensors."""
-
-    kind: str
-    groups: tuple[dict[str, Any], ...] = field(hash=False)
-    """Hyper-parameters of each group."""
-    group_of: dict[str, int] = field(hash=False)
-    """Of each parameter, by its stock name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What a checkpoint holds."""
-
-    version: int
-    step: int
-    world: int
-    """Ranks that saved it."""
-    plan: dict[str, Any] = field(hash=False)
-    """The plan it was saved under, as a plan file has it; the model's configuration is in there."""
-    seed: int
-    iteration: int
-    """With the seed, all that random numbers depend on."""
-    progress: dict[str, Any] = field(hash=False)
-    optimizer: SavedOptimizer
-    files: dict[str, int] = field(hash=False)
-    """Bytes of each file."""
-    tensors: dict[str, SavedTensor] = field(hash=False)
-    """``model/NAME``, ``optimizer/NAME/ENTRY`` and ``buffer/NAME``, names as in the stock model."""
-
-    @property
-    def parameters(self) -> dict[str, SavedTensor]:
-        """The model's parameters by their stock names."""
-        return {key.removeprefix("model/"): own for key, own in self.tensors.items() if key.startswith("model/")}
-
-    @property
-    def buffers(self) -> dict[str, SavedTensor]:
-        """The model's persistent buffers by their stock names."""
-        return {key.removeprefix("buffer/"): own for key, own in self.tensors.items() if key.startswith("buffer/")}
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.files.values())
+@dataclass(frozen=True, kw_only=True)
+class Manifest(ManifestRecord):
+    """The manifest of a checkpoint: its file."""
 
     def text(self) -> str:
         """The file's content."""
-        content = asdict(self)
-        return json.dumps({"sha256": _digest(content), "content": content}, ensure_ascii=False, allow_nan=False)
+        return sealed(asdict(self))
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -125,13 +61,14 @@ class Manifest:
             manifest = TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
         except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
             raise CheckpointCorrupt(f"{path}: is no manifest of a checkpoint ({type(error).__name__})") from None
-        strange = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
-        strange += [
-            chunk.file for own in manifest.tensors.values() for chunk in own.chunks if chunk.file not in manifest.files
-        ]
-        if strange:
-            raise CheckpointCorrupt(f"{path}: names {strange[0]!r}, which is no data file of a checkpoint")
+        if problem := problem_of(manifest):
+            raise CheckpointCorrupt(f"{path}: {problem}; it is not as galvatron wrote it")
         return manifest
+
+
+def sealed(content: Any) -> str:
+    """A manifest's file of this content, with its checksum."""
+    return json.dumps({"sha256": _digest(content), "content": content}, ensure_ascii=False, allow_nan=False)
 
 
 def _digest(content: Any) -> str:
@@ -142,8 +79,11 @@ def _digest(content: Any) -> str:
 def read_chunk(folder: Path, chunk: Chunk) -> bytearray:
     """A chunk's bytes, checked."""
     path = folder / chunk.file
-    content = bytearray(chunk.bytes)
+    content = bytearray()
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe may never end
+            raise CheckpointCorrupt(f"{path}: is not a file")
+        content = bytearray(chunk.bytes)
         with path.open("rb", buffering=0) as file:
             file.seek(chunk.at)
             view, done = memoryview(content), 0

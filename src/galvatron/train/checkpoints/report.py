@@ -76,7 +76,7 @@ def reports(path: Path, *, verify: bool) -> list[Report]:
 
 
 def _report(path: Path, step: int | None, world: int | None, state: str, damage: str | None) -> Report:
-    size = sum(file.stat().st_size for file in path.iterdir())
+    size = sum(file.lstat().st_size for file in path.iterdir())
     return Report(name=path.name, step=step, bytes=size, world=world, state=state, damage=damage)
 
 

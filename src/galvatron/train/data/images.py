@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.reader import parse, read_text, shown
 from galvatron.train.data.dataset import Sample
 from galvatron.train.data.requirements import ImageRequirements
 from galvatron.train.data.rows import extra
@@ -134,10 +134,9 @@ def image_processor(model_folder: Path | None, needs: ImageRequirements) -> Any:
     kind: Any = ViTImageProcessorPil
     if path is None or not path.is_file():
         return kind(size=size, image_mean=half, image_std=half)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path}: cannot be read as JSON ({error}); copy it from the model again") from None
+    content = parse(read_text(path, "how images are prepared"), str(path), "JSON")
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path}: is {shown(content)}; expected an object; copy it from the model again")
     for name, least in (("image_mean", None), ("image_std", 0.0)):
         _check_channels(content.get(name, half), f"{path}: {name}", needs.channels, above=least)
     if not {"image_processor_type", "feature_extractor_type"} & content.keys():

@@ -61,15 +61,19 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
+    def from_json(cls, content: Any) -> Self:
         """What :meth:`to_json` wrote."""
-        kinds = {"fingerprint": str, "seed": int, "shuffle": bool, "samples_seen": int}
+        kinds: dict[str, type] = {"fingerprint": str, "seed": int, "shuffle": bool, "samples_seen": int}
+        if not isinstance(content, Mapping):
+            raise InvalidInput(f"position in the data: {content!r:.60} given; expected {', '.join(kinds)}")
         for field in fields(cls):
-            value = content.get(field.name)
+            value: Any = content.get(field.name)
             if type(value) is not kinds[field.name]:
                 raise InvalidInput(
                     f"position in the data: {field.name} is {value!r}; expected {kinds[field.name].__name__}"
                 )
+        if content["samples_seen"] < 0:
+            raise InvalidInput(f"position in the data: samples_seen is {content['samples_seen']}; expected 0 or more")
         return cls(**{name: content[name] for name in kinds})
 
 

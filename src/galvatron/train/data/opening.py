@@ -163,6 +163,8 @@ def _existing(spec: str | Path) -> Path:
             f"data {str(spec)!r}: no such file or folder, and nothing is fetched from a network; give a path, "
             "'synthetic' or 'stories' (a dataset of the Hugging Face hub: download it, then give its folder)"
         )
+    if not path.is_file() and not path.is_dir():
+        raise InvalidInput(f"data {str(spec)!r}: is a pipe or a device; expected a file or a folder")
     return path
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,10 +57,11 @@ class Files:
     @property
     def key(self) -> str:
         """Changes when a file does; found without reading them."""
-        digest = hashlib.sha256(str(self.root.resolve()).encode())
+        digest = hashlib.sha256(os.fsencode(self.root.resolve()))
         for path in self.files:
             facts = path.stat()
-            digest.update(f"\0{path.relative_to(self.root)}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
+            name = os.fsencode(path.relative_to(self.root))
+            digest.update(b"\0" + name + f"\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
         return digest.hexdigest()
 
 

@@ -1,0 +1,151 @@
+"""A part of the sequence: what a layer reads of a batch when its sequences are divided over ranks (CP).
+
+Positions and targets are made of the whole sequence and then divided; padding and documents stay whole, because
+attention sees the keys of all ranks. The stock model hands a :class:`ContextMask` to its attention, which transformers
+looks up by :data:`CONTEXT_ATTENTION`. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import IGNORED, Batch
+
+__all__ = [
+    "CONTEXT_ATTENTION",
+    "ContextMask",
+    "causal_targets",
+    "given_mask",
+    "mask_given",
+    "next_tokens",
+    "sliced",
+    "unknown_to_context",
+]
+
+CONTEXT_ATTENTION = "galvatron_context"
+"""Name of the attention that sees the keys of other ranks, among transformers' own."""
+_TARGETS = "shift_labels"
+"""transformers' name for labels that are shifted already."""
+_BY_TOKEN = frozenset({"input_ids", "token_type_ids", "position_ids", "labels"})
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMask:
+    """What attention has to know of sequences that are divided; in the place of a mask."""
+
+    ring: str
+    """Name of the group of ranks among which keys and values go round; empty: there is none."""
+    ulysses: str
+    """… and of that which exchanges heads for tokens."""
+    documents: Tensor | None = None
+    """The number of each token's document (rows, all tokens); None: each row is one."""
+    kept: Tensor | None = None
+    """Whether each token is none of padding (rows, all tokens); None: all are."""
+
+    def to(self, device: torch.device) -> ContextMask:
+        """The same on a device."""
+        moved = (None if own is None else own.to(device, non_blocking=True) for own in (self.documents, self.kept))
+        return ContextMask(self.ring, self.ulysses, *moved)
+
+
+def causal_targets(batch: Batch) -> Tensor:
+    """The target of each position of a causal model: the next token; the last position has none."""
+    if _TARGETS in batch:
+        return batch[_TARGETS]
+    return next_tokens(batch["labels"])
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """The same of labels."""
+    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> tuple[Batch, ContextMask]:
+    """What some tokens of each row need, given in this order; the mask is for attention over the whole sequence.
+
+    ``groups``: names of the ring and of Ulysses' group. ``shifts``: the target of a token is the label of the next one.
+    """
+    known = _BY_TOKEN | {"attention_mask"}
+    strange = sorted(batch.keys() - known)
+    if strange:
+        raise InvalidInput(
+            f"batch: {strange[0]} given, of which nobody knows whether it is divided with the sequence; leave it out, "
+            "or plan without context parallelism (--no-context-parallel)"
+        )
+    whole = dict(batch)
+    padding = whole.pop("attention_mask", None)
+    if padding is not None and padding.ndim != 2:
+        raise InvalidInput(
+            f"batch: attention_mask has {padding.ndim} dims; where sequences are divided over ranks it must say of "
+            "each token whether it is padding (samples, tokens)"
+        )
+    ids = whole.get("input_ids")
+    documents = None
+    if ids is not None:
+        positions = whole.get("position_ids")
+        if positions is None:
+            whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        elif padding is None:
+            documents = find_packed_sequence_indices(positions)
+    if shifts and "labels" in whole:
+        whole[_TARGETS] = next_tokens(whole["labels"])
+        del whole["labels"]
+    for name, tensor in whole.items():
+        if tensor.ndim != 2:
+            raise InvalidInput(
+                f"batch: {name} of shape {list(tensor.shape)} cannot be divided along the sequence; expected (samples, "
+                "tokens), or plan without context parallelism (--no-context-parallel)"
+            )
+    parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
+    return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())
+
+
+_UNKNOWN = {
+    "sliding_window": "a sliding window",
+    "softcap": "a soft cap of its scores",
+    "s_aux": "sinks",
+    "position_bias": "a bias of positions",
+    "head_mask": "a mask of heads",
+}
+
+
+def unknown_to_context(asked: Mapping[str, Any]) -> str | None:
+    """What a model asks of its attention that the one over divided sequences does not have; None: nothing."""
+    return next((words for name, words in _UNKNOWN.items() if asked.get(name) is not None), None)
+
+
+# For stock models that make masks in their own forward.
+
+_GIVEN: ContextVar[ContextMask | None] = ContextVar("given mask", default=None)
+
+
+@contextmanager
+def given_mask(mask: ContextMask | None) -> Iterator[None]:
+    """Meanwhile stock models get this from the helpers that make masks for our attention."""
+    token = _GIVEN.set(mask)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def mask_given() -> ContextMask | None:
+    """What :func:`given_mask` gives at present."""
+    return _GIVEN.get()
+
+
+def _made(*_: Any, **__: Any) -> ContextMask | None:
+    return mask_given()
+
+
+AttentionMaskInterface.register(CONTEXT_ATTENTION, _made)

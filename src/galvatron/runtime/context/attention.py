@@ -1,0 +1,86 @@
+"""Attention over divided sequences, as transformers calls it: Ulysses around a ring, or one of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, unknown_to_context
+from galvatron.runtime.context.blocks import Seen
+from galvatron.runtime.context.ring import ring_attention
+from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
+
+__all__ = ["attend_in_context", "context_attention"]
+
+
+def context_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Attention of this rank's tokens to all of the sequence; tensors are (rows, heads, tokens, width)."""
+    dropout: float = asked.get("dropout") or 0.0
+    scaling: float | None = asked.get("scaling")
+    is_causal: bool | None = asked.get("is_causal")
+    name = type(module).__name__
+    if not isinstance(attention_mask, ContextMask):
+        raise InvalidInput(
+            f"{name}: is given a mask of its model's own, so its sequences cannot be divided over ranks; plan without "
+            "context parallelism (--no-context-parallel)"
+        )
+    unknown = unknown_to_context(asked)
+    if unknown is not None:
+        raise InvalidInput(
+            f"{name}: its attention has {unknown}, which is not known where sequences are divided over ranks; plan "
+            "without context parallelism (--no-context-parallel)"
+        )
+    mask = attention_mask
+    if dropout and mask.ring:
+        raise InvalidInput(
+            f"{name}: drops out {dropout} of its attention's weights, which a ring cannot; take Ulysses alone, set the "
+            "rate to 0 in the model's configuration, or plan without context parallelism (--no-context-parallel)"
+        )
+    masked = mask.documents is not None or mask.kept is not None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask.ulysses:
+        query, key, value = (heads_to_tokens(own, mask.ulysses) for own in (query, key, value))
+    if mask.ring or (masked and not dropout):
+        tensors, masks = (query, key, value), (mask.documents, mask.kept)
+        attended = ring_attention(tensors, masks, mask.ring, causal=causal, scale=scale)
+    else:
+        allowed = _allowed(mask, query.shape[2], causal=causal, device=query.device) if masked else None
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, allowed, dropout, causal and not masked,
+            scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    if mask.ulysses:
+        attended = tokens_to_heads(attended, mask.ulysses)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def attend_in_context(layer: nn.Module) -> None:
+    """Let the attention of a layer, which has a copy of its configuration, be that over divided sequences."""
+    for module in layer.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = CONTEXT_ATTENTION
+
+
+def _allowed(mask: ContextMask, length: int, *, causal: bool, device: torch.device) -> Tensor:
+    """What each token of a whole sequence may attend to (rows, 1, tokens, tokens)."""
+    seen = Seen(causal, mask.documents, mask.documents, mask.kept)
+    allowed = seen.part(slice(0, length), device, length)
+    assert allowed is not None
+    return allowed[:, None]
+
+
+AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

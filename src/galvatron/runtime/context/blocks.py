@@ -1,0 +1,176 @@
+"""Attention of some queries to some keys, with the log-sum-exp of each query's scores, by which results are merged.
+
+Tensors are (rows, heads, tokens, width); several heads of queries may share one of keys and values. On GPUs PyTorch's
+flash kernel computes what is not masked; everywhere else plain products do, a strip of queries at a time, so that no
+map of all scores ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Seen", "attend", "attend_backward", "merge", "nothing_yet"]
+
+_STRIP_CELLS = 1 << 25
+"""Scores of a strip at most."""
+_WIDEST_FLASH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys each query may attend to."""
+
+    diagonal: bool = False
+    """Queries and keys are the same tokens, and each sees itself and those before it."""
+    query_documents: Tensor | None = None
+    """The document of each query (rows, tokens): it sees keys of the same one. None: of any."""
+    key_documents: Tensor | None = None
+    kept: Tensor | None = None
+    """Whether each key may be seen at all (rows, tokens): padding may not. None: all may."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether more than the diagonal decides."""
+        return self.key_documents is not None or self.kept is not None
+
+    def part(self, strip: slice, device: torch.device, keys: int) -> Tensor | None:
+        """(rows or 1, strip of queries, keys): what may be seen. None: all."""
+        allowed: Tensor | None = None
+        if self.diagonal:
+            places = torch.arange(keys, device=device)
+            allowed = (places[strip, None] >= places[None])[None]
+        if self.key_documents is not None and self.query_documents is not None:
+            same = self.query_documents[:, strip, None] == self.key_documents[:, None]
+            allowed = same if allowed is None else allowed & same
+        if self.kept is not None:
+            kept = self.kept[:, None]
+            allowed = kept if allowed is None else allowed & kept
+        return allowed
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    """The weighted values (rows, heads, queries, width) and the log-sum-exp (rows, heads, queries) of the scores.
+
+    A query that sees nothing has zeros, and −∞.
+    """
+    if _flash(query, value, seen):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, seen.diagonal, False, scale=scale
+        )
+        return found[0], found[1]
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    lse = query.new_empty(query.shape[:-1], dtype=_wide(query))
+    for strip, scores in _strips(query, key, seen, scale):
+        norms = torch.logsumexp(scores, -1)
+        shares = torch.exp(scores - _finite(norms)[..., None])
+        output[:, :, strip] = _times(shares, value).to(output.dtype)
+        lse[:, :, strip] = norms
+    return output, lse
+
+
+def attend_backward(
+    gradient: Tensor, tensors: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], seen: Seen, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. ``result``: of all keys, these and those of other blocks, because shares are
+    relative to all."""
+    query, key, value = tensors
+    output, lse = result
+    if _flash(query, value, seen):
+        # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
+        given = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
+        states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *given, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
+        )
+        return found[0], found[1], found[2]
+    wide = _wide(query)
+    by_query = torch.empty_like(query)
+    by_key, by_value = (torch.zeros_like(own, dtype=wide) for own in (key, value))
+    for strip, scores in _strips(query, key, seen, scale):
+        coming = gradient[:, :, strip].to(wide)
+        shares = torch.exp(scores - _finite(lse[:, :, strip])[..., None])
+        by_value += _summed_heads(shares, coming, value.shape[1])
+        inner = (coming * output[:, :, strip]).sum(-1, keepdim=True)
+        by_scores = shares * (_scores(coming, value) - inner) * scale
+        by_query[:, :, strip] = _times(by_scores, key).to(query.dtype)
+        by_key += _summed_heads(by_scores, query[:, :, strip].to(wide), key.shape[1])
+    return by_query, by_key.to(key.dtype), by_value.to(value.dtype)
+
+
+def nothing_yet(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """What has been attended to before the first block: none, in a type to add up in."""
+    wide = _wide(query)
+    shape = query.shape[:-1]
+    return query.new_zeros((*shape, width), dtype=wide), query.new_full(shape, -torch.inf, dtype=wide)
+
+
+def merge(total: tuple[Tensor, Tensor], tokens: slice, block: tuple[Tensor, Tensor]) -> None:
+    """Add what a block of keys gives some queries to what others gave them, in place.
+
+    Each was normalised by its own log-sum-exp: the sum of both is exp(a) + exp(b), and each counts by its share of it.
+    """
+    output, lse = total
+    before, own = lse[:, :, tokens], block[1].to(lse.dtype)
+    after = torch.logaddexp(before, own)
+    safe = _finite(after)
+    output[:, :, tokens] *= torch.exp(before - safe)[..., None]
+    output[:, :, tokens] += block[0].to(output.dtype) * torch.exp(own - safe)[..., None]
+    lse[:, :, tokens] = after
+
+
+def _flash(query: Tensor, value: Tensor, seen: Seen) -> bool:
+    """Whether PyTorch's flash kernel takes these."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and not seen.masked
+        and value.shape[-1] == width <= _WIDEST_FLASH
+        and width % 8 == 0
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """For queries that see nothing: exp(−∞ − 0) is zero, exp(−∞ + ∞) no number."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _strips(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Queries, strip by strip, and their scores (rows, heads, strip, keys)."""
+    rows, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    each = max(1, _STRIP_CELLS // max(1, rows * heads * keys))
+    for begin in range(0, queries, each):
+        strip = slice(begin, min(begin + each, queries))
+        scores = _scores(query[:, :, strip].to(_wide(query)), key) * scale
+        allowed = seen.part(strip, query.device, keys)
+        yield strip, scores if allowed is None else scores.masked_fill(~allowed[:, None], -torch.inf)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """(rows, heads, queries, keys): products of each query with each key of its head."""
+    rows, heads, queries, width = query.shape
+    grouped = query.reshape(rows, key.shape[1], -1, width)
+    return (grouped @ key.to(query.dtype).transpose(-1, -2)).view(rows, heads, queries, -1)
+
+
+def _times(shares: Tensor, value: Tensor) -> Tensor:
+    """(rows, heads, queries, width): the values of each head by their shares."""
+    rows, heads, queries, keys = shares.shape
+    grouped = shares.reshape(rows, value.shape[1], -1, keys)
+    return (grouped @ value.to(shares.dtype)).view(rows, heads, queries, -1)
+
+
+def _summed_heads(shares: Tensor, given: Tensor, heads: int) -> Tensor:
+    """(rows, heads of keys, keys, width): summed over queries, and over heads of queries that share one."""
+    rows, _, _, keys = shares.shape
+    grouped = shares.reshape(rows, heads, -1, keys)
+    return grouped.transpose(-1, -2) @ given.reshape(rows, heads, -1, given.shape[-1])

@@ -1,0 +1,118 @@
+"""What cannot be divided is refused by name before it is computed wrongly; dropout draws for each slice by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from context_cases import ContextCase
+from dropping import Seen, observed, with_dropout
+from longer import longer
+from oracle import batches, first_weights
+from parity import build, plan_for
+from ranks import ranks
+from small_models import config
+from torch import Tensor
+
+import galvatron
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
+from galvatron.families.context import ContextMask, sliced
+from galvatron.families.registry import layered_model
+from galvatron.runtime.context.attention import context_attention
+
+
+@pytest.mark.parametrize("family", ["t5", "vit", "swin"])
+def test_families_that_cannot(family: str) -> None:
+    layered = layered_model(build_meta(config(family), Training(dropout=False)))
+    assert all(layered.why_undivided(index) for index in range(len(layered.layers)))
+
+
+def _lengths(case: ContextCase, plan: galvatron.Plan, folder: Any, batch: dict[str, Tensor]) -> list[str]:
+    """On a rank: what is said of each length."""
+    model = build(case, plan, folder)
+    said = []
+    for length in (23, 22, 18):
+        try:
+            model.forward_backward({name: own[:, :length] for name, own in batch.items()})
+        except InvalidInput as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("strategy", "multiple"), [("ring2", 4), longer("ring2-ulysses2", 8), longer("ulysses4", 4)])
+def test_lengths_that_do_not_divide(strategy: str, multiple: int) -> None:
+    case = ContextCase(config=config("llama"), stages=[[strategy] * 4])
+    (batch, *_) = batches(case)
+    for said in ranks(case.devices).run(_lengths, case, plan_for(case), first_weights(case), batch):
+        assert len(said) == 3
+        assert all(f"pad them to a multiple of {multiple}" in own for own in said)
+
+
+def _attend(mask: Any, **asked: Any) -> None:
+    own = torch.randn(1, 2, 4, 4)
+    module: Any = SimpleNamespace(is_causal=True)
+    context_attention(module, own, own, own, mask, **asked)
+
+
+@pytest.mark.parametrize(
+    ("mask", "asked", "said"),
+    [
+        (None, {}, "a mask of its model's own"),
+        (torch.ones(4, 4), {}, "a mask of its model's own"),
+        (ContextMask("ring", ""), {"dropout": 0.1}, "which a ring cannot"),
+        (ContextMask("ring", ""), {"sliding_window": 4}, "a sliding window"),
+        (ContextMask("", "ulysses"), {"softcap": 30.0}, "a soft cap"),
+        (ContextMask("", "ulysses"), {"s_aux": torch.zeros(2)}, "sinks"),
+    ],
+)
+def test_attention_that_it_does_not_know(mask: Any, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        _attend(mask, **asked)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, "attention_mask has 4 dims"),
+        ({"inputs_embeds": torch.ones(2, 8, 4)}, "inputs_embeds given"),
+        ({"labels": torch.ones(2, dtype=torch.long)}, "cannot be divided along the sequence"),
+    ],
+)
+def test_batches_that_cannot_be_divided(more: dict[str, Tensor], said: str) -> None:
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), **more}
+    with pytest.raises(InvalidInput, match=said):
+        sliced(batch, torch.arange(4), ("", ""), shifts=False)
+
+
+def test_a_slice_of_a_batch() -> None:
+    """Positions and targets are those of the whole sequence."""
+    ids = torch.arange(16).view(2, 8)
+    tokens = torch.tensor([0, 1, 6, 7])
+    part, mask = sliced({"input_ids": ids, "labels": ids}, tokens, ("a", "b"), shifts=True)
+    assert part["input_ids"].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
+    assert part["position_ids"].tolist() == [[0, 1, 6, 7]] * 2
+    assert part["shift_labels"].tolist() == [[1, 2, 7, -100], [9, 10, 15, -100]]
+    assert (mask.ring, mask.ulysses, mask.documents, mask.kept) == ("a", "b", None, None)
+
+
+def _hidden(found: list[Seen], length: int) -> list[list[Tensor]]:
+    return [[mask for mask in own.masks if mask.ndim == 3 and mask.shape[1] == length] for own in found]
+
+
+def test_slices_draw_for_themselves() -> None:
+    """Dropout of hidden states differs from slice to slice, and recomputing draws the same again."""
+    case = replace(with_dropout("bert", "ulysses4"), stages=[["ulysses4"] * 4])
+    found = observed(case)
+    hidden = _hidden(found, 2)
+    assert hidden[0]
+    for ours, theirs in zip(hidden[0], hidden[1], strict=True):
+        assert not torch.equal(ours, theirs)
+    again = observed(replace(case, stages=[["ulysses4+rc"] * 4]))
+    for ours, theirs in zip(again, found, strict=True):
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(a.gradient, b.gradient) for a, b in zip(ours.held, theirs.held, strict=True))
