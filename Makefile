@@ -63,6 +63,7 @@ lint: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python benchmarks/search_speed.py
+	$(BIN)/python benchmarks/search_hunt.py
 	$(BIN)/python benchmarks/paper_table.py
 	$(BIN)/python benchmarks/memory_table.py
 	$(BIN)/python benchmarks/overhead.py

@@ -26,8 +26,9 @@ from galvatron.planner.cost import PAPER_SYSTEMS, CostModel
 from galvatron.planner.plan.setup import PAPER_MICRO_BATCHES
 from galvatron.planner.search import Problem, search
 from galvatron.planner.search.candidates import Candidates
-from galvatron.planner.search.combination import Candidate, Combination, Layers
+from galvatron.planner.search.combination import Candidate, Combination
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.search.layers import Layers
 from galvatron.planner.space import divisors, space_named
 
 __all__ = ["Cell", "Criteria", "Prediction", "predict", "read_cells", "wrong_cells"]

@@ -35,7 +35,8 @@ from galvatron.core.spec import GPIPE, Training
 from galvatron.families import load_model
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Candidates, Problem, search
-from galvatron.planner.search.combination import Candidate, Combination, Layers
+from galvatron.planner.search.combination import Candidate, Combination
+from galvatron.planner.search.layers import Layers
 from galvatron.planner.space import space_named
 from table_search import even_cuts, solve_combination, table_search
 

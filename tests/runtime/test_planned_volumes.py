@@ -35,11 +35,11 @@ def _layers(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Ten
     stage = model._pipeline.stage
     activations: tuple[Tensor, ...] = ()
     found = []
-    for slot, assignment, change in zip(stage.stage_layers, stage._assignments, stage._changes, strict=True):
+    for slot, portion, change in zip(stage.stage_layers, stage._portions, stage._changes, strict=True):
         changed = activations if change is None else change(activations)
         inputs = tuple(tensor.detach().requires_grad_() for tensor in changed)
         with Traffic() as forward:
-            activations = slot(inputs, micro_batch.context(assignment), (0, 0))
+            activations = slot(inputs, micro_batch.context(portion), (0, 0))
         with Traffic() as backward:
             torch.autograd.backward(activations, tuple(torch.ones_like(tensor) for tensor in activations))
         found.append(_Layer(forward.sent, backward.sent))

@@ -154,7 +154,7 @@ SETUP_PANELS: dict[str, tuple[str, ...]] = {
         "profile",
     ),
     "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets"),
-    "Search": ("space", "schedule", "cuts", "paper", "pipeline", "pin", "forbid"),
+    "Search": ("space", "schedule", "cuts", "paper", "pipeline", "pin", "forbid", "time_limit"),
     "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
 }
 """Panels of the help for the options of a setup."""

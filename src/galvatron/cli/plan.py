@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from galvatron.cli import options as opt
+from galvatron.cli.progress import shown_progress, shown_search
 from galvatron.core.errors import InvalidInput
 from galvatron.planner.plan.options import Setup
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from galvatron.planner.plan.plan import Plan
     from galvatron.planner.plan.planner import Request
+    from galvatron.planner.search import Tell
 
 __all__ = ["EXAMPLES", "command"]
 
@@ -58,7 +60,8 @@ def command(
         raise InvalidInput(f"by: {by!r} is unknown; choose one of {_SPEED}, {_PRICE}")
     requests = [_request(model, name, setup, fresh=fresh) for name in _names(cluster)]
     started = time.perf_counter()
-    plan, views, entries = _searched(requests, (tokens, price), by, top)
+    with shown_search() as tell:
+        plan, views, entries = _searched(requests, (tokens, price), by, top, tell)
     search_s = time.perf_counter() - started
     if fewest_devices:
         _add_fewest(requests, views, entries)
@@ -88,7 +91,6 @@ def _names(cluster: str) -> list[str]:
 def _request(model: str, cluster: str, setup: Setup, *, fresh: bool) -> Request:
     if cluster == "auto":
         opt.need_torch("plan --cluster auto")
-        from galvatron.cli.progress import shown_progress
         from galvatron.measure.auto import request_here
 
         own = cast(Setup, {name: value for name, value in setup.items() if name != "devices"})
@@ -102,7 +104,7 @@ def _request(model: str, cluster: str, setup: Setup, *, fresh: bool) -> Request:
 
 
 def _searched(
-    requests: list[Request], asked: tuple[float | None, float | None], by: str, top: int | None
+    requests: list[Request], asked: tuple[float | None, float | None], by: str, top: int | None, tell: Tell | None
 ) -> tuple[Plan, list[RenderableType], dict[str, Any]]:
     """The plan that is chosen, and what to show and to print besides."""
     from galvatron.planner.plan.advice import make_plan
@@ -110,16 +112,16 @@ def _searched(
     if top is not None and len(requests) > 1:
         raise InvalidInput(f"--top: {len(requests)} clusters given; expected one, or leave --top out")
     if len(requests) > 1:
-        return _best_offer(requests, asked, by)
+        return _best_offer(requests, asked, by, tell)
     if by == _PRICE:
         raise InvalidInput("--by price: one cluster given; expected several by commas to choose from")
     (request,) = requests
     if top is None:
-        return make_plan(request), [], {}
+        return make_plan(request, tell), [], {}
     from galvatron.planner.plan.answer_tables import answer_entry, top_view
     from galvatron.planner.plan.answers import answer, top_plans
 
-    best = make_plan(request)  # proven for all of the space, and where there is none it says why
+    best = make_plan(request, tell)  # proven for all of the space, and where there is none it says why
     plans = top_plans(request, top)
     said = [answer(plan, *asked) for plan in plans]
     entries = [{"plan": plan.to_dict(), "answer": answer_entry(one)} for plan, one in zip(plans, said, strict=True)]
@@ -127,12 +129,12 @@ def _searched(
 
 
 def _best_offer(
-    requests: list[Request], asked: tuple[float | None, float | None], by: str
+    requests: list[Request], asked: tuple[float | None, float | None], by: str, tell: Tell | None
 ) -> tuple[Plan, list[RenderableType], dict[str, Any]]:
     from galvatron.planner.plan.answer_tables import answer_entry, offers_view
     from galvatron.planner.plan.answers import answer, offers
 
-    offered = offers(requests)
+    offered = offers(requests, tell)
     said = [None if offer.plan is None else answer(offer.plan, *asked) for offer in offered]
     unpriced = [
         offer.cluster for offer, one in zip(offered, said, strict=True) if one and one.samples_per_price is None

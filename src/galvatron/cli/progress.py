@@ -6,10 +6,30 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["shown_progress"]
+__all__ = ["shown_progress", "shown_search"]
 
 _LINES = 4
 """Lines in all, where there is no terminal."""
+
+
+@contextmanager
+def shown_search() -> Iterator[Callable[[float, float | None], None] | None]:
+    """What is given is told how long a search has gone on, and by how much its best plan may be beaten. One line, on a
+    terminal only: elsewhere there is nobody to wait."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def line(elapsed_s: float, gap: float | None) -> None:
+        found = "no plan yet" if gap is None else f"best plan so far within {gap:.2%} of the best"
+        sys.stderr.write(f"\r\033[Ksearching: {elapsed_s:.0f} s, {found}")
+        sys.stderr.flush()
+
+    try:
+        yield line
+    finally:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -149,7 +149,8 @@ class LayeredModel(ABC):
         """The stock model the layers were taken from; knows how its weights are initialised."""
 
     def why_undivided(self, index: int) -> str | None:
-        """Why context parallelism cannot divide the sequences of a layer; None: it can."""
+        """Why context parallelism cannot divide the sequences of a layer; None: it can. Then its layers take positions
+        and targets from the batch they are given, because it holds a part of each sequence."""
         return f"{type(self.model).__name__} has no sequence of tokens that attend to each other alone"
 
     @property

@@ -277,24 +277,20 @@ class Space:
         return self.switches.hybrid_sharding or not (TAKEAWAY_3.forbids and TAKEAWAY_3.forbids(Strategy(axes)))
 
     def _dense(self, devices: int) -> tuple[Strategy, ...]:
+        return _dense_strategies(self, devices)
+
+    def dense_paths(self, devices: int) -> tuple[Strategy, ...]:
+        """Paths of the decision tree that no rule and no limit forbids, without any switch."""
         if self.fixed:
             data = (Axis(Kind.DP, devices // 2),) if devices > 2 else ()
             paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, 2))),)
         else:
             paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
             paths += tuple(context_paths(devices, self.kinds)) if self.has_context else ()
-        paths = tuple(path for path in paths if self._allows(path.axes))
-        flags: dict[frozenset[Kind], list[dict[str, Any]]] = {}
-        candidates: list[Strategy] = []
-        for path in paths:
-            kinds = frozenset(axis.kind for axis in path.axes)
-            if kinds not in flags:
-                flags[kinds] = self._flags(kinds)
-            candidates += [replace(path, **chosen) for chosen in flags[kinds]]
-        return tuple(candidates)
+        return tuple(path for path in paths if self._allows(path.axes))
 
-    def _flags(self, kinds: frozenset[Kind]) -> list[dict[str, Any]]:
-        """Each combination of the switches that are on and that a layer whose axes are of these kinds can use."""
+    def flags(self, kinds: frozenset[Kind]) -> list[dict[str, Any]]:
+        """Each combination of the switches that are on and that axes of these kinds can use."""
         usable = [
             switch.name
             for switch in reversed(LAYER_SWITCHES)
@@ -303,6 +299,15 @@ class Space:
         choices = product((False, True), repeat=len(usable))
         flagged: list[dict[str, Any]] = [dict(zip(usable, choice, strict=True)) for choice in choices]
         return [flags for flags in flagged if not _contradictory(flags)]
+
+
+@lru_cache(maxsize=64)
+def _dense_strategies(space: Space, devices: int) -> tuple[Strategy, ...]:
+    """Kept, as advice asks for the same ones again and again: strategies remember what follows from their axes."""
+    paths = space.dense_paths(devices)
+    kinds = [frozenset(axis.kind for axis in path.axes) for path in paths]
+    flags = {each: space.flags(each) for each in set(kinds)}
+    return tuple(replace(path, **each) for path, own in zip(paths, kinds, strict=True) for each in flags[own])
 
 
 def _contradictory(flags: dict[str, Any]) -> bool:

@@ -9,8 +9,7 @@ import pytest
 from longer import longer
 from search_oracles import brute_search, random_expert_problem, random_problem
 
-from galvatron.planner.search import CutRule, Feasibility, Problem, least_budget, search
-from galvatron.planner.search import least_memory as least_memory_module
+from galvatron.planner.search import CutRule, Feasibility, Problem, least_budget, peaks, search
 
 
 def _problems(trials: int) -> list[Problem]:
@@ -40,7 +39,7 @@ def test_the_least_budget_is_the_least(trials: int) -> None:
 def test_brute_force_notices_transients_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
     monkeypatch.setattr(
-        least_memory_module, "_thetas", lambda steps: np.unique(np.concatenate([each.thetas[:1] for each in steps]))
+        peaks, "useful_thetas", lambda steps: np.unique(np.concatenate([each.thetas[:1] for each in steps]))
     )
     assert any(_wrong(problem) for problem in _problems(24))
 

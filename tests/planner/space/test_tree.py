@@ -9,7 +9,8 @@ from math import comb, perm, prod
 import pytest
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Axis, Kind, Strategy, prime_factors
+from galvatron.core.spec import Axis, Kind, Strategy, Training, prime_factors
+from galvatron.families import load_model
 from galvatron.planner.space import (
     CONTEXT_1,
     EXPERT_RULES,
@@ -232,3 +233,15 @@ def test_context_axes_have_one_order(devices: int) -> None:
 def test_only_the_full_space_has_context_axes() -> None:
     on = replace(EXTENDED, context_parallel=True)
     assert [space.name for space in SPACES if space_named(space.name, on).has_context] == ["full"]
+
+
+@pytest.mark.parametrize("name", ["bert-large", "t5-large", "llama3-8b"])
+def test_only_traits_decide_what_a_layer_can_take(name: str) -> None:
+    """The search asks once for all strategies that share them."""
+    model = load_model(name, Training())
+    by_traits: dict[tuple[object, ...], set[tuple[bool, ...]]] = {}
+    for strategy in space_named("full", replace(EXTENDED, context_parallel=True)).strategies(8):
+        allowed = tuple(model.allows(kind, strategy) for kind in model.kinds)
+        by_traits.setdefault(strategy.traits, set()).add(allowed)
+    assert all(len(answers) == 1 for answers in by_traits.values())
+    assert len({answer for answers in by_traits.values() for answer in answers}) > 1

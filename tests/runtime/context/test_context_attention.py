@@ -148,7 +148,8 @@ _MASKED = ("documents", "padding", "padding on the left")
         *(longer(_Way(1, 4, masked=masked, causal=causal)) for masked in ("", *_MASKED) for causal in (True, False)),
         longer(_Way(4, 2, heads=(4, 2))),
         longer(_Way(2, 4, heads=(8, 8), masked="documents")),
-        longer(_Way(2, 1, masked="documents", strip=40)),
+        _Way(2, 1, masked="documents", strip=40),
+        longer(_Way(1, 2, masked="documents", strip=400)),
     ],
     ids=str,
 )
@@ -201,3 +202,49 @@ def test_strips_are_the_whole() -> None:
     torch.testing.assert_close((strips, again), (whole, back))
     stock = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(whole[0], stock)
+
+
+def _alone(size: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
+    """A whole ring in one process: each rank's blocks in turn, from tensors and the gradient of the result."""
+    query, key, value, gradient = tensors
+    count = query.shape[2] // size
+    output, *gradients = (torch.zeros_like(own, dtype=torch.float64) for own in (query, query, key, value))
+    for rank in range(size):
+        ranks_ = ring._Ring(None)
+        ranks_.rank, ranks_.size = rank, size
+        own = ranks_.tokens(rank, count, query.device)
+        mine, total = query[:, :, own], blocks.nothing_yet(query[:, :, own], value.shape[-1])
+        steps = []
+        for step in range(size):
+            others = ranks_.tokens((rank - step) % size, count, query.device)
+            block = ranks_.block(step, mine, ring._Masks(None, None), causal=causal)
+            held = [key[:, :, others], value[:, :, others]]
+            steps.append((block, block.of(mine, held), others[block.keys]))
+            blocks.merge(total, block.queries, blocks.attend(*steps[-1][1], block.seen, 0.2))
+        output[:, :, own] = total[0].double()
+        result = total[0].to(query.dtype), total[1]
+        for block, parts, places in steps:
+            part = tuple(tensor[:, :, block.queries] for tensor in (gradient[:, :, own], *result))
+            found = blocks.attend_backward(part[0], parts, part[1:], block.seen, 0.2)
+            gradients[0][:, :, own[block.queries]] += found[0].double()
+            gradients[1][:, :, places] += found[1].double()
+            gradients[2][:, :, places] += found[2].double()
+    return [output, *gradients]
+
+
+_GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("device", ["cpu", _GPU])
+def test_a_ring_in_one_process(device: str, causal: bool) -> None:
+    """With the kernels of the device: on a GPU the flash kernel, in bf16, with its own tolerance."""
+    generator = torch.Generator().manual_seed(1)
+    dtype, width = (torch.bfloat16, 64) if device == "cuda" else (torch.float64, 8)
+    made = [torch.randn(2, heads, 96, width, generator=generator).to(device, dtype) for heads in (8, 2, 2, 8)]
+    leaves = [own.double().requires_grad_() for own in made[:3]]
+    expected = functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.2, enable_gqa=True)
+    expected.backward(made[3].double())
+    found = _alone(3, made, causal)
+    for ours, theirs in zip(found, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
+        torch.testing.assert_close(ours, theirs, **({"rtol": 2e-2, "atol": 2e-2} if device == "cuda" else {}))

@@ -23,6 +23,11 @@ _PLANS: dict[str, list[list[list[str]]]] = {
         [["single"] * 4],
         [["tp2-sdp2", "sdp2-tp2+sp", "tp4", "dp4"]],
     ],
+    "llama": [  # sharded over divided sequences
+        [["ring4+zero3", "ring2-ulysses2+zero3", "sdp2-ring2", "dp2-ulysses2+zero2"]],
+        [["dp2-tp2", "sdp4", "tp4", "dp4"]],
+        [["ring2", "ulysses2+zero2"], ["sdp2", "ring2+zero3"]],
+    ],
     "t5": [  # tables that all stages have
         [["tp2", "sdp2"], ["dp2", "tp2", "sdp2", "tp2", "dp2"]],
         [["sdp4", "tp4", "dp2-sdp2", "tp2-dp2", "sdp4", "tp4", "dp4+zero2"]],
@@ -30,7 +35,7 @@ _PLANS: dict[str, list[list[list[str]]]] = {
 }
 """Each is saved under and loaded under the next."""
 _CHANGES = [
-    longer(family, *pair) if number in (1, 3) or family == "t5" else (family, *pair)
+    longer(family, *pair) if number in (1, 3) or family != "gpt2" else (family, *pair)
     for family, plans in _PLANS.items()
     for number, pair in enumerate(pairwise(plans))
 ]

@@ -20,7 +20,7 @@ from typing import Any
 from galvatron.core.errors import InvalidInput, OutOfRange
 from galvatron.core.spec.figures import MOST_DEVICES, check_figures
 from galvatron.core.spec.layout import Factor, degree_of
-from galvatron.core.spec.model import Precision
+from galvatron.core.spec.training import Precision
 
 __all__ = ["MOST_MEMORY_BYTES", "Cluster", "Collective", "Device", "Level", "Link", "MeasuredGroup"]
 

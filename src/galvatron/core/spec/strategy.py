@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
+from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.layout import Factor, Factors, Layout, prime_factors
@@ -56,7 +57,19 @@ class Strategy(LayerSwitches):
 
     def factors(self, *kinds: Kind) -> Factors:
         """The factors of the rank that the axes of these kinds own."""
-        return _owned_factors(self.axes, kinds)
+        if kinds not in self._factors:
+            self._factors[kinds] = _owned_factors(self.axes, kinds)
+        return self._factors[kinds]
+
+    @cached_property
+    def _factors(self) -> dict[tuple[Kind, ...], Factors]:
+        return {}
+
+    @cached_property
+    def traits(self) -> tuple[Any, ...]:
+        """All that decides whether a layer can run so: degrees of TP and CP, switches, axes of its experts."""
+        degrees = (self.degree(kind) for kind in (Kind.TP, Kind.RING, Kind.ULYSSES))
+        return (*degrees, self.experts, *(getattr(self, switch.name) for switch in LAYER_SWITCHES))
 
     def expert_factors(self, *kinds: Kind) -> Factors:
         """The factors of the rank that the axes of these kinds own for the experts."""

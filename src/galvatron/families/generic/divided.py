@@ -71,11 +71,9 @@ def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
     """Whether two runs gave modules the same; what is the same for all rows may be there once."""
     if len(some) != len(others):
         return False
-    try:
-        pairs = [torch.broadcast_tensors(*pair) for pair in zip(some, others, strict=True)]  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-    return all(torch.equal(*pair) for pair in pairs)
+    return all(
+        own.shape[1:] == other.shape[1:] and bool((own == other).all()) for own, other in zip(some, others, strict=True)
+    )
 
 
 def block_attention(model: nn.Module, anatomy: Anatomy, call: Call) -> SeenAttention | str:

@@ -86,7 +86,7 @@ class StageCosts:
         self._layers = layers if rows is None else layers.at(rows, np.arange(len(strategies)))
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array([[_allows_rest(cost, kind, s) for s in strategies] for kind in kinds])
+        self._allowed = np.array([_allowed(cost, kind, strategies) for kind in kinds])
         self._pipeline_degree = pipeline_degree
         whole: Factors = frozenset()
         tensor = [strategy.factors(Kind.TP) for strategy in strategies]
@@ -348,11 +348,15 @@ class StageCosts:
         return rounded_up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
 
 
+def _allowed(cost: CostModel, kind: LayerSpec, strategies: Sequence[Strategy]) -> list[bool]:
+    """Whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
+    by_traits = {traits: _allows_rest(cost, kind, each) for traits, each in {s.traits: s for s in strategies}.items()}
+    pin = dict(cost.pins).get(kind.name)
+    return [by_traits[strategy.traits] and pin in (None, strategy) for strategy in strategies]
+
+
 def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
-    """Whether a strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
     if strategy.offload and not cost.cluster.device.offloads:
-        return False
-    if dict(cost.pins).get(kind.name, strategy) != strategy:
         return False
     if not strategy.experts:
         return cost.model.allows(kind, strategy)

@@ -295,7 +295,7 @@ def _certificate(plan: Plan) -> Section:
     said = (
         f"No plan of the space {plan.space.name!r} takes less than {format_seconds(proof.lower_bound_s)} at this "
         f"batch, or has a higher throughput at another one that was searched. This plan takes "
-        f"{format_seconds(plan.iteration_s)}: gap {proof.gap:g}."
+        f"{format_seconds(plan.iteration_s)}: gap {proof.gap:g}{'' if proof.gap == 0 else f', {proof.proven}'}."
     )
     rows = [
         ["combinations of batch, stages and micro-batches", str(proof.combinations)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from galvatron.families import load_model
 from galvatron.planner.cost import NEVER
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
-from galvatron.planner.search import Feasibility
+from galvatron.planner.search import Feasibility, Tell
 from galvatron.planner.space import Space
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
 _TRIED = 256
 _PRICING_S = 0.7
 """Processor time after which advice is not priced any more, and only says that it fits."""
+_FEW_TIMES = 4
+"""With more than so many times the devices a plan takes long to find."""
 _LEAST_TOKENS = 128
 _RANK = 16
 """Of the adapters that are advised."""
@@ -69,9 +72,10 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 
 
-def make_plan(request: Request, *, advised: bool = True) -> Plan:
-    """The best plan, or :class:`Infeasible`, with advice unless that is to be asked for later (:func:`remedies`)."""
-    plan = try_plan(request)
+def make_plan(request: Request, tell: Tell | None = None, *, advised: bool = True) -> Plan:
+    """The best plan, or :class:`Infeasible`, with advice unless that is to be asked for later (:func:`remedies`).
+    ``tell`` hears of a search that takes more than a second."""
+    plan = try_plan(request, tell)
     if plan is None:
         raise _explained(request, advised=advised)
     return plan
@@ -87,6 +91,7 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
 
 
 def _explained(request: Request, *, advised: bool) -> GalvatronError:
+    request = replace(request, time_limit_s=None)  # it is for the search, which is done
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
     where = "" if request.space == "full" else f" in space {request.space!r}"
@@ -122,6 +127,8 @@ class _Change:
     request: Request
     exact: bool = True
     """Whether the request is that of the option itself."""
+    quick: bool = True
+    """Whether a plan for it is soon found."""
 
 
 def remedies(request: Request) -> tuple[str, ...]:
@@ -171,7 +178,7 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
         adapted = replace(request, model=with_adapters(model, _RANK), profile=None)
         yield iter([_Change("low-rank adapters, all else frozen", f"--lora {_RANK}", adapted, exact=False)])
     yield (
-        _Change(f"more devices, {larger.cluster.devices}", "", larger)
+        _Change(f"more devices, {larger.cluster.devices}", "", larger, quick=factor <= _FEW_TIMES)
         for factor in (2, 4, 8, 16, 32)
         for larger in [_more_devices(request, factor)]
     )
@@ -238,9 +245,16 @@ def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
 
 
 def _priced(change: _Change, deadline: float) -> str:
-    plan = try_plan(change.request) if time.process_time() < deadline else None
-    about = "" if change.exact else "about "
-    price = "fits" if plan is None else f"{about}{plan.throughput:.3g} samples/s at batch {plan.batch}"
+    left_s = deadline - time.process_time()
+    plan = None
+    if change.quick and left_s > 0:
+        with suppress(InvalidInput):  # no plan was found so soon
+            plan = try_plan(replace(change.request, time_limit_s=left_s))
+    price = "fits"
+    if plan is not None and plan.certificate is not None:
+        least = "" if plan.certificate.gap == 0 else "at least "
+        about = "" if change.exact else "about "
+        price = f"{least}{about}{plan.throughput:.3g} samples/s at batch {plan.batch}"
     return f"{change.what}: {price}{f' ({change.option})' if change.option else ''}"
 
 

@@ -13,6 +13,7 @@ from galvatron.core.spec.limits import Limits
 from galvatron.planner.plan.advice import fits, make_plan
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
+from galvatron.planner.search import Tell
 
 __all__ = ["Answer", "Offer", "Sort", "answer", "fewest_devices", "offers", "sort_of", "top_plans"]
 
@@ -100,13 +101,14 @@ class Offer:
     why_not: str = ""
 
 
-def offers(requests: Sequence[Request]) -> tuple[Offer, ...]:
-    """The best plan on each cluster. Raises the first one's error where there is none on any."""
+def offers(requests: Sequence[Request], tell: Tell | None = None) -> tuple[Offer, ...]:
+    """The best plan on each cluster. Raises the first one's error where there is none on any. ``tell`` hears of
+    searches that take more than a second."""
     found: list[Offer] = []
     errors: list[GalvatronError] = []
     for request in requests:
         try:
-            found.append(Offer(request.cluster.name, make_plan(request)))
+            found.append(Offer(request.cluster.name, make_plan(request, tell)))
         except (Infeasible, InvalidInput) as error:
             found.append(Offer(request.cluster.name, None, str(error).splitlines()[0]))
             errors.append(error)

@@ -22,7 +22,9 @@ def notebook_html(plan: PlanRecord) -> str:
     head_row = "".join(f"<th style='text-align:left'>{column}</th>" for column in columns)
     rows = "".join(_row(plan, number, stage) for number, stage in enumerate(plan.stages))
     proof = plan.certificate
-    said = "written by hand" if proof is None else f"proven best of the space {plan.space.name!r} (gap {proof.gap:g})"
+    said = (
+        "written by hand" if proof is None else f"{proof.proven} in the space {plan.space.name!r} (gap {proof.gap:g})"
+    )
     return f"<div>{head}<table><thead><tr>{head_row}</tr></thead><tbody>{rows}</tbody></table>{escape(said)}</div>"
 
 

@@ -40,6 +40,9 @@ class _Sizes(TypedDict, total=False):
     cuts: Annotated[
         str | None, "Where stages begin: exact (default), or balanced by layers, parameters, memory or time."
     ]
+    time_limit: Annotated[
+        float | None, "Stop the search after so many seconds, with the best plan so far and how far off it may be."
+    ]
     precision: Annotated[str | None, "fp32, tf32 (products only) or bf16 (default: bf16 where the device has it)."]
     attention: Annotated[str | None, "Attention kernel: fused (default), eager, or paper (as in 2022)."]
     dropout: Annotated[bool | None, "Train with dropout (default: as the model's configuration says)."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
@@ -35,7 +36,7 @@ from galvatron.planner.plan.record import (
     SpaceFacts,
     TimeUse,
 )
-from galvatron.planner.search import CutRule, Optimum, Problem, search
+from galvatron.planner.search import CutRule, Optimum, Problem, Tell, Watch, search
 from galvatron.planner.space import Space, Switches, default_switches, space_named
 
 __all__ = ["Decisions", "Request", "default_batch_step", "try_plan", "written_out"]
@@ -71,6 +72,8 @@ class Request:
     conventions: Conventions = GALVATRON
     profile: ModelProfile | None = None
     max_micro_batches: int | None = None
+    time_limit_s: float | None = None
+    """After which the best plan so far must do; None: until it is proven."""
     limits: Limits | None = None
     """What else is ruled out of the space; None: nothing."""
 
@@ -104,6 +107,8 @@ class Request:
                 f"memory: {self.budget_bytes} bytes given, but a {self.cluster.device.name} has only "
                 f"{self.cluster.device.memory_bytes}; give at most that"
             )
+        if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
+            raise InvalidInput(f"time-limit: {self.time_limit_s:g} given; expected seconds, more than 0")
         if self.budget_bytes <= 0:
             raise InvalidInput("memory: the budget must be positive")
         self._pins()
@@ -179,9 +184,12 @@ def default_batch_step(devices: int) -> int:
     return devices if devices > 16 else 8
 
 
-def try_plan(request: Request) -> Plan | None:
-    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would."""
-    optimum = search(request.problem())
+def try_plan(request: Request, tell: Tell | None = None) -> Plan | None:
+    """The best plan, or None when nothing fits; :mod:`galvatron.planner.plan.advice` says what would.
+
+    ``tell`` hears of a search that takes more than a second.
+    """
+    optimum = search(replace(request.problem(), watch=Watch(request.time_limit_s, tell)))
     if optimum is None:
         return None
     decisions = Decisions(batch=optimum.batch, micro_batches=optimum.micro_batches, stages=optimum.strategies)

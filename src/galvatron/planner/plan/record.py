@@ -169,16 +169,25 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """The proof that no plan in the space is better under the cost model."""
+    """The proof that no plan in the space is better under the cost model, or by how much one may be."""
 
     lower_bound_s: float
     """No plan at this batch takes less, and none at another batch has a higher throughput."""
     gap: float
-    """Relative distance between the plan and the bound: 0, since the search only stops when they meet."""
+    """Relative distance between the plan and the bound: 0 where the search went on until they met, more where it was
+    stopped before."""
     combinations: int
     opened: int
     solved: int
     stages_solved: int
+
+    @property
+    def proven(self) -> str:
+        """What is proven, in words."""
+        if self.gap == 0:
+            return "proven optimal"
+        near = f"within {self.gap:.2%} of the best plan" if self.gap < 1 else "it may be far from the best plan"
+        return f"not proven optimal: {near}"
 
 
 @dataclass(frozen=True, kw_only=True)

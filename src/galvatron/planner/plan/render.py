@@ -18,7 +18,7 @@ from galvatron.core.units import GIB, format_bytes, format_count, format_seconds
 from galvatron.planner.plan.compare import Comparison
 from galvatron.planner.plan.explain import Explanation, time_shares
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.record import Certificate, PlannedStage, layer_runs
+from galvatron.planner.plan.record import PlannedStage, layer_runs
 
 __all__ = ["comparison_view", "explanation_view", "plan_view"]
 
@@ -57,23 +57,17 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{_plural(plan.pipeline_degree, 'stage')} ({plan.schedule})\n"
         f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}{_margin(plan)}"
     )
-    proof = plan.certificate
-    certificate = Text(
-        "written by hand: nothing is proven about it"
-        if proof is None
-        else f"{_proven(proof)} in the "
-        f"{plan.space.name!r} space{_rules(plan)}; {proof.combinations - proof.solved} configurations ruled out, "
-        f"{proof.solved} solved exactly",
-        style="dim",
-    )
+    certificate = Text(_certificate(plan), style="dim")
     return Group(title, numbers, _strips(plan), _legend(plan), certificate, *_notes(plan))
 
 
-def _proven(proof: Certificate) -> str:
-    """What is proven of a plan, in words."""
-    if proof.gap == 0:
-        return "proven optimal"
-    return f"proven within {proof.gap:.2%} of the optimum" if proof.gap < 1 else "not proven to be near the optimum"
+def _certificate(plan: Plan) -> str:
+    proof = plan.certificate
+    if proof is None:
+        return "written by hand: nothing is proven about it"
+    left = proof.combinations - proof.solved
+    others = f"{left} configurations {'ruled out' if proof.gap == 0 else 'only bounded'}"
+    return f"{proof.proven} in the {plan.space.name!r} space{_rules(plan)}; {others}, {proof.solved} solved exactly"
 
 
 def _tokens_per_s(plan: Plan) -> str:

@@ -108,6 +108,7 @@ def request_for(
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
         max_batch=setup.get("max_batch"),
+        time_limit_s=setup.get("time_limit"),
         any_tokens=paper or setup.get("batch") == BEST,
         space=_space(setup),
         switches=_switches(setup, model, cluster),

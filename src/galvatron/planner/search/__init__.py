@@ -6,6 +6,7 @@ from galvatron.planner.search.cuts import CutRule
 from galvatron.planner.search.feasibility import Feasibility, least_budget
 from galvatron.planner.search.outer import Optimum, Problem, Proof, search
 from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
+from galvatron.planner.search.watch import Tell, Watch
 
 __all__ = [
     "Candidate",
@@ -19,6 +20,8 @@ __all__ = [
     "Solved",
     "StageProblem",
     "StageSolution",
+    "Tell",
+    "Watch",
     "least_budget",
     "search",
     "solve_stage",

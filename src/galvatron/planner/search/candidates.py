@@ -99,7 +99,9 @@ class Candidates:
         every = space.strategies(devices)
         needed = [each for each in every if _attended(cost.model, each)] or every
         # What none of the model's layers can take would only make tables longer.
-        used = [each for each in needed if any(cost.model.allows(kind, each) for kind in cost.model.kinds)]
+        model, distinct = cost.model, {each.traits: each for each in needed}
+        usable = {traits for traits, each in distinct.items() if any(model.allows(kind, each) for kind in model.kinds)}
+        used = [each for each in needed if each.traits in usable]
         costs = cost.stage(used or needed, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 

@@ -6,9 +6,9 @@ in flight) and reused wherever the same signature appears.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,13 @@ from galvatron.planner.cost import NEVER, Integers, Pace, Tables, held_bytes, it
 from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.candidates import Candidates, Columns, Lean
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
+from galvatron.planner.search.layers import Layers, Signature
+from galvatron.planner.search.peaks import Sums
 from galvatron.planner.search.stage import StageProblem, StageSolution
-from galvatron.planner.search.tied import TiedWeights, solve_tied
+from galvatron.planner.search.tied import TiedWeights, solve_roughly, solve_tied
+from galvatron.planner.search.watch import UNWATCHED
 
-__all__ = ["Candidate", "Combination", "Layers", "Solved"]
-
-Signature = tuple[int, tuple[tuple[int, int], ...], bool]
-"""(kind of the layer before the stage or -1, runs of (kind, length), whether the stage is the last)."""
-
+__all__ = ["Candidate", "Combination", "Solved"]
 
 _MULTIPLIERS = 16
 """Bounds on all stages use at most so many multipliers; more would hardly tighten them."""
@@ -33,46 +32,6 @@ _MULTIPLIERS = 16
 
 def _thinned(lams: Floats) -> Floats:
     return lams[:: -(-len(lams) // _MULTIPLIERS)]
-
-
-class Layers:
-    """The model's layers as kind indices, with the counts that bounds need."""
-
-    def __init__(self, kinds: Integers, kind_count: int) -> None:
-        self.kinds = kinds
-        self.count = len(kinds)
-        one_hot = np.zeros((kind_count, self.count + 1), dtype=np.int64)
-        one_hot[kinds, np.arange(1, self.count + 1)] = 1
-        self.counts_before: Integers = np.cumsum(one_hot, axis=1)
-        """(T, L+1): layers of each kind before a position."""
-        self.total: Integers = self.counts_before[:, -1]
-        changes = np.append(True, kinds[1:] != kinds[:-1])
-        self.run_begin: Integers = np.maximum.accumulate(np.where(changes, np.arange(self.count), 0))
-        """(L,) first layer of the run of equal layers that a layer is in."""
-        self._ends: dict[Signature, list[int]] = {}
-
-    def signature(self, begin: int, end: int) -> Signature:
-        runs = tuple((int(kind), len(list(group))) for kind, group in groupby(self.kinds[begin:end].tolist()))
-        return int(self.kinds[begin - 1]) if begin else -1, runs, end == self.count
-
-    def ends(self, signature: Signature) -> list[int]:
-        """Where stages of this signature end."""
-        if signature not in self._ends:
-            self._ends[signature] = self._find_ends(signature)
-        return self._ends[signature]
-
-    def _find_ends(self, signature: Signature) -> list[int]:
-        before, runs, last = signature
-        width = sum(length for _, length in runs)
-        if last:
-            return [self.count]
-        ends = np.arange(width, self.count)
-        begins = ends - width
-        fits = (self.kinds[begins] == runs[0][0]) & (np.where(begins > 0, self.kinds[begins - 1], -1) == before)
-        if len(runs) == 1:
-            fits &= self.run_begin[ends - 1] <= begins
-            return [int(end) for end in ends[fits]]
-        return [end for end in ends[fits].tolist() if self.signature(end - width, end) == signature]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +90,13 @@ class Combination:
         self.gradient_transfer = self.costs.gradient_transfer_ns(self.micro_batch)
         self._solved: dict[Signature, dict[int, _Known]] = {}
         self._matrices: dict[int, CutMatrix] = {}
+        self._solving = False
+        """Whether it pays to know which stages do not fit."""
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
         self.stages_solved = 0
+        self.watch = UNWATCHED
+        self.found: Solved | None = None
+        """The best plan that :meth:`solve` came upon so far."""
 
     @cached_property
     def columns(self) -> Columns:
@@ -207,6 +171,9 @@ class Combination:
             ends = np.arange(self.layers.count + 1)[:, None]
             widths = np.arange(self._width + 1)[None, :]
             matrix = self._bounds(in_flight_count, ends, widths)
+            if self._solving:
+                peaks = Sums.of(self.lean, in_flight_count, self.layers.kinds).peaks(np.maximum(ends - widths, 0), ends)
+                matrix[peaks > self.budget] = np.inf
             for signature in self._solved:
                 self._patch(matrix, signature, in_flight_count)
             self._matrices[in_flight_count] = matrix
@@ -244,6 +211,7 @@ class Combination:
 
     # ------------------------------------------------------------------ memory
 
+    @cached_property
     def lean(self) -> list[Lean]:
         """By kind of layer, the candidates that may need least memory.
 
@@ -264,15 +232,35 @@ class Combination:
         if self.fixed:
             self._settle(self.fixed, np.inf)
             return self._solved_plan(self.fixed)
-        best = None
+        self._matrices.clear()
+        self._solving = True
         while True:
+            self.watch.check()
             cuts = self._optimistic(cutoff)
             if cuts is None:
-                return best
+                return self.found
             self._settle(cuts.positions, cutoff)
             plan = self._solved_plan(cuts.positions)
             if plan is not None and plan.iteration_ns < cutoff:
-                best, cutoff = plan, plan.iteration_ns
+                self.found, cutoff = plan, plan.iteration_ns
+
+    def solve_roughly(self) -> Solved | None:
+        """A plan that fits, found soon; None: none was."""
+        self._matrices.clear()
+        self._solving = True
+        cuts = Cuts(0.0, self.fixed) if self.fixed else self._optimistic(np.inf)
+        if cuts is None:
+            return None
+        stages = []
+        for count, (begin, end) in zip(self.in_flight, pairwise(cuts.positions), strict=True):
+            signature = self.layers.signature(begin, end)
+            problem = replace(self._problem(signature, count), watch=UNWATCHED)
+            sharing = self.costs.tied_places(problem.kinds.tolist(), first=signature[0] < 0)
+            solution = solve_roughly(problem, self.budget, self.tied, count, sharing)
+            if solution is None:
+                return None
+            stages.append(solution)
+        return Solved(iteration_ns([stage.time for stage in stages], self.pace), cuts.positions, tuple(stages))
 
     def _settle(self, positions: tuple[int, ...], cutoff: float) -> None:
         """Solve the stages between these positions as far as the cutoff asks.
@@ -359,6 +347,7 @@ class Combination:
             change=self.change,
             entry=nothing if before < 0 else self.transfer[before],
             exit=nothing if last else self.gradient_transfer[runs[-1][0]],
+            watch=self.watch,
         )
 
     def _patch(self, matrix: CutMatrix, signature: Signature, in_flight_count: int) -> None:

@@ -1,8 +1,6 @@
 """The least memory with which one combination fits at all, its layers cut into stages as well as can be.
 
-Time plays no part: each layer takes what needs least. A stage's peak is the sum over its layers and one largest
-transient θ, so for each θ layers take what needs least under it. Only where some kind's least memory falls does a
-larger θ pay: those are few.
+Time plays no part: each layer takes what needs least (``peaks.py``).
 
 A stage with fewer layers never needs more. So with a budget given each stage takes as many layers as fit, and that all
 of them find a place is what there is to check; the least budget is found by bisection.
@@ -16,29 +14,21 @@ from itertools import pairwise
 import numpy as np
 
 from galvatron.planner.cost import NEVER, Integers, held_bytes
-from galvatron.planner.search.candidates import Lean
 from galvatron.planner.search.combination import Combination
+from galvatron.planner.search.peaks import Steps, Sums, held_by, useful_thetas
 
 __all__ = ["LeastMemory"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """For each θ worth trying the least memory of all layers before each position."""
+class _OwnedSums:
+    """For each θ worth trying the least memory of all layers before each position, where the owner of a tied weight
+    splits it in one way."""
 
     thetas: Integers
     """(N,)"""
     up_to: Integers
-    """(N, L+1)"""
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnedSums:
-    """The same where the owner of a tied weight splits it in one way."""
-
-    thetas: Integers
-    up_to: Integers
-    """Of layers as they are."""
+    """(N, L+1) of layers as they are."""
     of_owner: Integers
     """(N,)"""
     after: Integers
@@ -53,8 +43,8 @@ class LeastMemory:
         self._in_flight, self._fixed = combination.in_flight, combination.fixed
         self._costs, self._micro_batch = combination.costs, combination.micro_batch
         self._sharing = self._costs.tied_places(self._kinds.tolist(), first=True)
-        self._lean = combination.lean()
-        self._sums: dict[int, _Sums] = {}
+        self._lean = combination.lean
+        self._sums: dict[int, Sums] = {}
         self._owned: dict[tuple[int, int], list[_OwnedSums]] = {}
 
     def least(self, low: int, below: int) -> int | None:
@@ -103,18 +93,10 @@ class LeastMemory:
                 np.minimum(peaks[user - begin :], needed.min(axis=0), out=peaks[user - begin :])
         return peaks
 
-    def _sums_of(self, in_flight_count: int) -> _Sums:
+    def _sums_of(self, in_flight_count: int) -> Sums:
         if in_flight_count not in self._sums:
-            steps = [_Steps.of(_memory(lean, in_flight_count), lean.transient_bytes) for lean in self._lean]
-            thetas = _thetas(steps)
-            self._sums[in_flight_count] = _Sums(thetas, self._up_to(steps, thetas))
+            self._sums[in_flight_count] = Sums.of(self._lean, in_flight_count, self._kinds)
         return self._sums[in_flight_count]
-
-    def _up_to(self, steps: list[_Steps], thetas: Integers) -> Integers:
-        least = np.stack([each.least(thetas) for each in steps])
-        sums = np.zeros((len(thetas), len(self._kinds) + 1), dtype=np.int64)
-        np.cumsum(least[self._kinds].T, axis=1, out=sums[:, 1:])
-        return sums
 
     def _owned_of(self, in_flight_count: int, owner: int) -> list[_OwnedSums]:
         """For each way in which the owner may split the weight."""
@@ -128,46 +110,17 @@ class LeastMemory:
         paid = self._costs.resplit(self._micro_batch, split)
         steps, late = [], []
         for kind, lean in enumerate(self._lean):
-            memory, transient = _memory(lean, in_flight_count), lean.transient_bytes
-            steps.append(_Steps.of(memory, transient))
+            memory, transient = held_by(lean, in_flight_count), lean.transient_bytes
+            steps.append(Steps.of(memory, transient))
             late.append(
-                _Steps.of(
+                Steps.of(
                     held_bytes(memory, paid.activation_bytes[kind, lean.strategy], in_flight_count),
                     transient + paid.transient_bytes[kind, lean.strategy],
                 )
             )
         lean = self._lean[owner]
         held = self._costs.split_of[owner, lean.strategy] == split
-        own = _Steps.of(_memory(lean, in_flight_count)[held], lean.transient_bytes[held])
-        thetas = _thetas([*steps, *late, own])
-        return _OwnedSums(thetas, self._up_to(steps, thetas), own.least(thetas), self._up_to(late, thetas))
-
-
-def _memory(lean: Lean, in_flight_count: int) -> Integers:
-    return held_bytes(lean.state_bytes, lean.activation_bytes, in_flight_count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """Where the least memory of a kind of layer falls as larger transients are allowed."""
-
-    thetas: Integers
-    memory: Integers
-
-    @classmethod
-    def of(cls, memory: Integers, transient: Integers) -> _Steps:
-        order = np.lexsort((memory, transient))
-        memory, transient = memory[order], transient[order]
-        falls = np.ones(len(order), dtype=bool)
-        np.less(memory[1:], np.minimum.accumulate(memory)[:-1], out=falls[1:])
-        return cls(transient[falls], memory[falls])
-
-    def least(self, thetas: Integers) -> Integers:
-        """Under each of these; NEVER where nothing is allowed."""
-        return np.append(NEVER, self.memory)[np.searchsorted(self.thetas, thetas, side="right")]
-
-
-def _thetas(steps: list[_Steps]) -> Integers:
-    """Those at which something falls; where nothing is possible, one for the form's sake."""
-    thetas = np.unique(np.concatenate([each.thetas for each in steps]))
-    return thetas if len(thetas) else np.zeros(1, dtype=np.int64)
+        own = Steps.of(held_by(lean, in_flight_count)[held], lean.transient_bytes[held])
+        thetas = useful_thetas([*steps, *late, own])
+        before, after = (Sums.over(each, thetas, self._kinds).up_to for each in (steps, late))
+        return _OwnedSums(thetas, before, own.least(thetas), after)

@@ -16,12 +16,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Schedule, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Pace
 from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.candidates import Candidates, Prices
-from galvatron.planner.search.combination import Candidate, Combination, Layers, Solved
+from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.search.layers import Layers
+from galvatron.planner.search.watch import UNWATCHED, OutOfTime, Watch
 from galvatron.planner.space import Space, divisors
 
 __all__ = ["Optimum", "Problem", "Proof", "Search", "search"]
@@ -42,7 +45,11 @@ class _Known(IntEnum):
 
 _Queued = tuple[float, int, int, int, _Known]
 """Minus the throughput at best, in samples a nanosecond; batch, pipeline degree, micro-batches."""
+_Best = tuple[int, int, Solved, Combination]
+"""Batch, nanoseconds of an iteration, and the plan of which combination."""
 _Item = TypeVar("_Item")
+_ROUGHLY = 8
+"""Combinations tried for a rough plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +66,7 @@ class Problem:
     max_micro_batch: int | None = None
     """Most samples of a micro-batch."""
     cuts: CutRule = CutRule.EXACT
+    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +81,13 @@ class Proof:
     """Combinations solved exactly."""
     stages_solved: int
     rest_bound: float
-    """Highest throughput, in samples a nanosecond, that a combination not solved could have."""
+    """Highest throughput, in samples a nanosecond, that a combination not solved could have. Above that of the plan
+    only where the search was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best plan in the space."""
+    """The best plan in the space; of a search that was stopped the best one found."""
 
     batch: int
     pipeline_degree: int
@@ -154,7 +163,7 @@ class Search:
         queue, waiting = self._queue()
         total = sum(count for _, count in waiting.values())
         opened: dict[tuple[int, int, int], Combination] = {}
-        best: tuple[int, int, Solved, Combination] | None = None
+        best: _Best | None = None
         solved_count, rest_bound = 0, 0.0
         while queue:
             rank, batch, degree, micro_batches, known = heapq.heappop(queue)
@@ -162,6 +171,16 @@ class Search:
                 rest_bound = -rank
                 break
             key = (batch, degree, micro_batches)
+            self.problem.watch.reached(None if best is None else -rank * best[1] / best[0] - 1)
+            try:
+                self.problem.watch.check()
+                solved = opened[key].solve(_cutoff(batch, best)) if known is _Known.CUTS else None
+            except OutOfTime:
+                rest_bound = -rank  # of all that is left, this had the highest bound
+                if known is _Known.CUTS:
+                    best = _better(best, opened[key], opened[key].found)
+                best = best or self._roughly([(rank, *key, known), *queue])
+                break
             if known is _Known.LEAST_PRICES:
                 for queued in self._next_chunk(degree, waiting[degree][0]):
                     heapq.heappush(queue, queued)
@@ -175,16 +194,22 @@ class Search:
                     heapq.heappush(queue, (max(rank, -batch / bound), *key, after))
             else:
                 solved_count += 1
-                cutoff = np.inf if best is None else -(-batch * best[1] // best[0])
-                solved = opened[key].solve(cutoff)
-                if solved is not None and solved.iteration_ns < cutoff:
-                    best = (batch, solved.iteration_ns, solved, opened[key])
+                best = _better(best, opened[key], solved)
         if best is None:
             return None
         batch, _, solved, combination = best
         rest_bound = max(rest_bound, self._beyond(batch / solved.iteration_ns))
         proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
         return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
+
+    def _roughly(self, queue: list[_Queued]) -> _Best:
+        """A plan that fits, of the most promising combinations, where the time was up before there was any."""
+        for _, batch, degree, micro_batches, _ in heapq.nsmallest(_ROUGHLY, queue):
+            combination = self.combination(batch, degree, micro_batches)
+            found = _better(None, combination, combination.solve_roughly())
+            if found is not None:
+                return found
+        raise InvalidInput("time-limit: no plan was found in that time; give more seconds, or leave it out")
 
     def _beyond(self, throughput: float) -> float:
         """The highest throughput of plans that the search cannot tell from what cannot be done, if it is above this.
@@ -234,7 +259,7 @@ class Search:
             yield waiting[0][0]
 
     def combination(self, batch: int, degree: int, micro_batches: int) -> Combination:
-        return Combination(
+        made = Combination(
             self.layers,
             self.candidates_of(degree),
             Candidate(degree, batch, micro_batches),
@@ -242,6 +267,8 @@ class Search:
             budget=self.problem.budget,
             positions=self._positions(degree, batch),
         )
+        made.watch = self.problem.watch
+        return made
 
     def micro_batch_counts(self, batch: int, degree: int) -> list[int]:
         """Counts that divide the batch and that the schedule can run."""
@@ -330,3 +357,15 @@ class Search:
         again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)
         bounds = np.array([pace.total for pace in paces]) * total + again
         return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)
+
+
+def _cutoff(batch: int, best: _Best | None) -> float:
+    """What an iteration with this batch must stay below to beat the best plan."""
+    return np.inf if best is None else -(-batch * best[1] // best[0])
+
+
+def _better(best: _Best | None, combination: Combination, solved: Solved | None) -> _Best | None:
+    """The best plan so far, or that of this combination if it is better."""
+    if solved is None or solved.iteration_ns >= _cutoff(combination.batch, best):
+        return best
+    return combination.batch, solved.iteration_ns, solved, combination

@@ -11,6 +11,7 @@ Works on plain integer tables; knows nothing of models, devices or strategies.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 from galvatron.planner.cost import NEVER, Integers
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.choices import Choices, Useful
+from galvatron.planner.search.completions import Completions
 from galvatron.planner.search.fill import Filling, fill
 from galvatron.planner.search.labels import STAND_IN, Filler, Labels
+from galvatron.planner.search.watch import UNWATCHED, Watch
 
-__all__ = ["StageProblem", "StageSolution", "solve_stage"]
+__all__ = ["StageProblem", "StageSolution", "solve_any", "solve_stage"]
 
 _FAN = np.array([0.0, 0.35, 0.6, 0.8, 0.92, 1.0, 1.1, 1.3, 1.8, 3.0])
 """Multiples of the best multiplier whose bounds are kept; several together are tighter than one."""
@@ -30,6 +33,8 @@ _MANY = 24
 """Equal layers from which on their choice is put off to the end."""
 _BEAMS = (12, 200)
 """Widths of the beams that look for a good solution before all labels are kept."""
+_MANY_LABELS = 400
+"""From so many on it pays to look at the layers still to come in whole strategies."""
 _BOUND_SLACK = 0.5
 """Times are whole: a bound within half a unit of the cutoff cannot hide an improvement, only rounding."""
 
@@ -54,6 +59,7 @@ class StageProblem:
     """(K,) time to receive the stage's input in the first layer's layout."""
     exit: Integers
     """(K,) time to receive the gradient of the stage's output in the last layer's layout."""
+    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +72,83 @@ class StageSolution:
 
 
 def solve_stage(problem: StageProblem, budget: int, cutoff: int = NEVER) -> StageSolution | None:
-    """The fastest assignment that fits, or None when none is faster than ``cutoff``.
+    """The fastest assignment that fits, or None when none is faster than ``cutoff``."""
+    return solve_any((problem,), budget, cutoff)
+
+
+def solve_any(
+    problems: Sequence[StageProblem], budget: int, cutoff: int = NEVER, *, rough: bool = False
+) -> StageSolution | None:
+    """The fastest assignment for any of these problems that fits, or None when none is faster than ``cutoff``.
 
     The peak holds one largest transient θ. A θ turns the problem into one without transients: strategies that need more
     are forbidden, and the budget is smaller by θ. Which θ is best is settled by branch and bound over ranges of them: a
-    range allows all that its largest θ allows, with the budget that its smallest θ leaves.
+    range allows all that its largest θ allows, with the budget that its smallest θ leaves. Narrow beams look at every θ
+    first, so that a good solution is known before all labels of any θ are kept.
+
+    ``rough``: what beams find for the most promising θ is enough; there may be a solution where they find none.
     """
-    kinds = {
-        int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
-        for kind in dict.fromkeys(problem.kinds.tolist())
-    }
-    thetas, bounds = _transient_candidates(problem, kinds, budget)
-    heap = [(float(bounds.min()), 0, len(thetas))] if len(thetas) else []
+    roots = [_Root.of(problem, budget) for problem in problems]
+    heap = [(float(root.bounds.min()), place, 0, len(root.thetas)) for place, root in enumerate(roots) if root.thetas]
+    heapq.heapify(heap)
     best: StageSolution | None = None
+    unfinished: list[tuple[float, int, int, _PathSolver]] = []
     while heap:
-        bound, first, last = heapq.heappop(heap)
+        problems[0].watch.check()
+        bound, place, first, last = heapq.heappop(heap)
         if bound >= cutoff - _BOUND_SLACK:
             break
-        path = _PathSolver(problem, kinds, thetas[last - 1], budget - thetas[first])
+        path = roots[place].path(first, last)
         if last - first == 1:
-            solution = path.solve(cutoff)
+            solution, complete = path.solve(cutoff)
             if solution is not None:
                 best, cutoff = solution, solution.time
+            if rough:
+                return best
+            if not complete:
+                unfinished.append((path.bound, place, first, path))
             continue
         bound = max(bound, path.bound)
         middle = (first + last) // 2
         for low, high in ((first, middle), (middle, last)):
-            heapq.heappush(heap, (max(bound, float(bounds[low:high].min())), low, high))
+            least = float(roots[place].bounds[low:high].min())
+            heapq.heappush(heap, (max(bound, least), place, low, high))
+    for _, _, _, path in sorted(unfinished, key=lambda each: each[:3]):
+        solution = path.solve_fully(cutoff)
+        if solution is not None:
+            best, cutoff = solution, solution.time
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A problem, and its useful θ in increasing order, each with a bound that ignores layout changes."""
+
+    problem: StageProblem
+    budget: int
+    kinds: dict[int, Choices]
+    thetas: list[int]
+    bounds: Floats
+
+    @classmethod
+    def of(cls, problem: StageProblem, budget: int) -> _Root:
+        kinds = _kinds(problem)
+        return cls(problem, budget, kinds, *_transient_candidates(problem, kinds, budget))
+
+    def path(self, first: int, last: int) -> _PathSolver:
+        """All that some θ of this range allows, and perhaps more."""
+        return _PathSolver(self.problem, self.kinds, self.thetas[last - 1], self.budget - self.thetas[first])
+
+
+def _kinds(problem: StageProblem) -> dict[int, Choices]:
+    return {
+        int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
+        for kind in dict.fromkeys(problem.kinds.tolist())
+    }
+
+
 def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budget: int) -> tuple[list[int], Floats]:
-    """Useful θ in increasing order, each with a bound that ignores layout changes.
+    """Useful θ and their bounds.
 
     Some layer needs just θ: what no layer needs so much for is found with a smaller θ and more budget.
     """
@@ -152,18 +203,24 @@ class _PathSolver:
         """No assignment takes less."""
         return float(self.bounds.max())
 
-    def solve(self, cutoff: int) -> StageSolution | None:
-        """Best solution faster than the cutoff: first narrow beams for a good one, then all that could beat it."""
+    def solve(self, cutoff: int) -> tuple[StageSolution | None, bool]:
+        """A good solution faster than the cutoff, found by narrow beams; and whether there is no better one."""
         best = None
-        for width in (*_BEAMS, None):
+        for width in _BEAMS:
             if self.bound >= cutoff - _BOUND_SLACK:
-                break
+                return best, True
             found, complete = self._extend(cutoff, width)
             if found is not None:
                 best, cutoff = found, found.time
             if complete:
-                break
-        return best
+                return best, True
+        return best, False
+
+    def solve_fully(self, cutoff: int) -> StageSolution | None:
+        """The best solution faster than the cutoff."""
+        if self.bound >= cutoff - _BOUND_SLACK:
+            return None
+        return self._extend(cutoff, None)[0]
 
     def _promising(self, cutoff: int) -> dict[int, Useful]:
         """Strategies that may be part of a solution below the cutoff.
@@ -192,21 +249,22 @@ class _PathSolver:
         return float(lams[int(bound(lams).argmax())])
 
     def _completion_bounds(self) -> tuple[Floats, Floats]:
-        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and the layer's layout; and
-        (J,) the bounds on the whole path that they imply."""
-        entering = {}
-        for kind, table in self.kinds.items():
-            entering[kind] = np.full((len(self.lams), self.layouts), np.inf)
-            entering[kind][:, table.layouts] = table.priced(self.lams)[1]
-        rest = np.empty((len(self.sequence), len(self.lams), self.layouts))
-        after = np.tile(self.problem.exit.astype(np.float64), (len(self.lams), 1))
+        """(L, J, K): least priced cost of all that follows a layer, for each multiplier and each layout that the layer
+        can have; and (J,) the bounds on the whole path that they imply."""
+        entering = {kind: table.priced(self.lams)[1] for kind, table in self.kinds.items()}
+        rest = np.full((len(self.sequence), len(self.lams), self.layouts), np.inf)
+        rest[-1] = self.problem.exit
+        steps: dict[tuple[int, int], Integers] = {}
         for layer in range(len(self.sequence) - 1, 0, -1):
-            rest[layer] = after
-            through = (after + entering[self.sequence[layer]])[:, None, :]
-            after = (through + self.problem.change[self.sequence[layer - 1]]).min(axis=2)
-        rest[0] = after
-        whole = (after + entering[self.sequence[0]] + self.problem.entry).min(axis=1) - self.lams * self.budget
-        return rest, whole
+            before, here = self.sequence[layer - 1], self.sequence[layer]
+            sources, targets = self.kinds[before].layouts, self.kinds[here].layouts
+            if (before, here) not in steps:
+                steps[before, here] = self.problem.change[before][np.ix_(sources, targets)]
+            through = (rest[layer][:, targets] + entering[here])[:, None, :]
+            rest[layer - 1][:, sources] = (through + steps[before, here]).min(axis=2)
+        first = self.kinds[self.sequence[0]].layouts
+        whole = rest[0][:, first] + entering[self.sequence[0]] + self.problem.entry[first]
+        return rest, whole.min(axis=1) - self.lams * self.budget
 
     def _deferred_class(self) -> tuple[int, int] | None:
         """(kind, layout) of the layers whose choice is put off, where one kind makes up a long stage.
@@ -228,17 +286,22 @@ class _PathSolver:
             return None, complete
         least = np.array([kinds[kind].memory.min() for kind in self.sequence])
         least_after = np.append(np.cumsum(least[::-1])[::-1][1:], 0)
+        completions = self._completions(kinds, cutoff)
         filler = self._put_off(kinds)
         labels = Labels.start(self.problem.entry)
         history: list[tuple[NDArray[np.intp], Integers]] = []
         for layer, kind in enumerate(self.sequence):
+            self.problem.watch.check()
             change = self.problem.change[self.sequence[layer - 1]] if layer else None
             grown, parent, base = labels.extended(kinds[kind], change)
-            bound = grown.time + self._open_bounds(grown, filler, self.rest[layer])
             needed = grown.memory + grown.put_off * filler.least_memory
-            chosen = np.nonzero((bound < cutoff - _BOUND_SLACK) & (needed <= self.budget - least_after[layer]))[0]
-            if width is not None and chosen.size > width:
-                chosen = chosen[np.argsort(bound[chosen], kind="stable")[:width]]
+            chosen = np.nonzero(needed <= self.budget - least_after[layer])[0]
+            chosen, bound = self._hopeful(grown, chosen, filler, self.rest[layer], cutoff)
+            if width is None and chosen.size > _MANY_LABELS:
+                left = grown.at(chosen)
+                chosen = chosen[left.time + completions.least_time(layer, left) < cutoff]
+            elif width is not None and chosen.size > width:
+                chosen = chosen[np.argsort(bound, kind="stable")[:width]]
                 complete = False
             if chosen.size == 0:
                 return None, complete
@@ -246,6 +309,11 @@ class _PathSolver:
             labels = grown.at(chosen)
             history.append((parent[chosen], kinds[kind].strategy[base[chosen]]))
         return self._finished(labels, filler, history, cutoff), complete
+
+    def _completions(self, kinds: dict[int, Useful], cutoff: int) -> Completions:
+        deferred = None if self.deferred is None else self.deferred[0]
+        lam = float(self.lams[_FAN == 1.0][0])
+        return Completions(dict(kinds), self.sequence, deferred, lam, self.budget).below(cutoff)
 
     def _put_off(self, kinds: dict[int, Useful]) -> Filler:
         """Replace the strategies of the deferred class, if there is one, by a stand-in that costs nothing yet."""
@@ -266,23 +334,35 @@ class _PathSolver:
         ).kept(~here | stand_in)
         return Filler.of(table.kept(here), self.lams)
 
-    def _open_bounds(self, labels: Labels, filler: Filler, rest: Floats | None) -> Floats:
-        """What each label still costs at least: layers put off, layers to come, less the budget's worth."""
-        open_cost = filler.priced[:, None] * labels.put_off + self.lams[:, None] * (labels.memory - self.budget)
-        if rest is not None:
-            open_cost = open_cost + rest[:, labels.layout]
-        bounds: Floats = open_cost.max(axis=0)
-        return bounds
+    def _hopeful(
+        self, labels: Labels, chosen: NDArray[np.intp], filler: Filler, rest: Floats, cutoff: int
+    ) -> tuple[NDArray[np.intp], Floats]:
+        """Those of the chosen labels that may still beat the cutoff, with what each takes at least: what it has, layers
+        put off, layers to come, less the budget's worth.
+
+        The multiplier with the best bound on the whole comes first; the others look at what it leaves.
+        """
+        order = np.argsort(-self.bounds, kind="stable")
+        bound = np.full(chosen.size, -np.inf)
+        for places in (order[:1], order[1:]):
+            put_off, memory, layout = labels.put_off[chosen], labels.memory[chosen], labels.layout[chosen]
+            open_cost = filler.priced[places, None] * put_off + self.lams[places, None] * (memory - self.budget)
+            open_cost = open_cost + rest[places][:, layout]
+            np.maximum(bound, labels.time[chosen] + open_cost.max(axis=0), out=bound)
+            keep = bound < cutoff - _BOUND_SLACK
+            chosen, bound = chosen[keep], bound[keep]
+        return chosen, bound
 
     def _finished(
         self, labels: Labels, filler: Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
     ) -> StageSolution | None:
         """The best complete label after its layers put off are filled in."""
         total = labels.time + self.problem.exit[labels.layout]
-        bounds = total + self._open_bounds(labels, filler, None)
+        left, bounds = self._hopeful(labels, np.arange(len(total)), filler, self.rest[-1], cutoff)
+        order = np.argsort(bounds, kind="stable")
         best: tuple[int, Filling] | None = None
-        for index in np.argsort(bounds, kind="stable").tolist():
-            if bounds[index] >= cutoff - _BOUND_SLACK:
+        for index, bound in zip(left[order].tolist(), bounds[order].tolist(), strict=True):
+            if bound >= cutoff - _BOUND_SLACK:
                 break
             put_off, room = int(labels.put_off[index]), self.budget - int(labels.memory[index])
             filling = fill(filler.table.time, filler.table.memory, put_off, room, cutoff - int(total[index]))

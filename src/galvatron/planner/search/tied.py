@@ -1,8 +1,8 @@
 """Stages in which layers share a tied weight: what they pay depends on how its owner splits it.
 
-Without that price a stage is easier: its optimum is a lower bound, and the true optimum where nobody has to split the
-weight anew. Else each way in which the owner may split it is a stage of its own, with the owner held to that way and
-the price added to the later users' tables; the best of those is the optimum.
+Without that price a stage is easier: its optimum is the true one where nobody has to split the weight anew. Else each
+way in which the owner may split it is a stage of its own, with the owner held to that way and the price added to the
+later users' tables; the best of those is the optimum. They are searched together, the most promising first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from galvatron.planner.cost import NEVER, Integers, Resplit, StageCosts
 from galvatron.planner.cost.arrays import Places
-from galvatron.planner.search.stage import StageProblem, StageSolution, solve_stage
+from galvatron.planner.search.stage import StageProblem, StageSolution, solve_any, solve_stage
 
-__all__ = ["TiedWeights", "solve_tied"]
+__all__ = ["TiedWeights", "solve_roughly", "solve_tied"]
 
 
 class TiedWeights:
@@ -49,20 +49,29 @@ def solve_tied(
 
     ``sharing``: the layers that share a tied weight, its owner first.
     """
-    best = solve_stage(problem, budget, cutoff)
-    if best is None or len(sharing) < 2:
-        return best
-    split_of = tied.split_of
-    if len({int(split_of[problem.kinds[place], best.choice[place]]) for place in sharing}) == 1:
-        return best
-    least, best = best.time, None
-    for stage in _by_owner(problem, tied, in_flight_count, sharing):
-        found = solve_stage(stage, budget, cutoff)
-        if found is not None:
-            best, cutoff = found, found.time
-        if cutoff == least:
-            break
-    return best
+    if len(sharing) < 2:
+        return solve_stage(problem, budget, cutoff)
+
+    def alike(solution: StageSolution) -> bool:
+        splits = {int(tied.split_of[problem.kinds[place], solution.choice[place]]) for place in sharing}
+        return len(splits) == 1
+
+    rough = solve_any((problem,), budget, cutoff, rough=True)
+    if rough is None or alike(rough):  # then the optimum probably is, too
+        best = solve_stage(problem, budget, cutoff)
+        if best is None or alike(best):
+            return best
+    return solve_any(tuple(_by_owner(problem, tied, in_flight_count, sharing)), budget, cutoff)
+
+
+def solve_roughly(
+    problem: StageProblem, budget: int, tied: TiedWeights, in_flight_count: int, sharing: Sequence[int]
+) -> StageSolution | None:
+    """An assignment that fits, found soon; there may be one where none is found."""
+    shared = len(sharing) > 1
+    return solve_any(
+        tuple(_by_owner(problem, tied, in_flight_count, sharing)) if shared else (problem,), budget, rough=True
+    )
 
 
 def _by_owner(

@@ -62,12 +62,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) 
             query, key, value, 0.0, seen.diagonal, False, scale=scale
         )
         return found[0], found[1]
-    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    lse = query.new_empty(query.shape[:-1], dtype=_wide(query))
-    for strip, scores in _strips(query, key, seen, scale):
+    output = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    lse = query.new_full(query.shape[:-1], -torch.inf, dtype=_wide(query))
+    for strip, keys, scores in _strips(query, key, seen, scale):
         norms = torch.logsumexp(scores, -1)
         shares = torch.exp(scores - _finite(norms)[..., None])
-        output[:, :, strip] = _times(shares, value).to(output.dtype)
+        output[:, :, strip] = _times(shares, value[:, :, keys]).to(output.dtype)
         lse[:, :, strip] = norms
     return output, lse
 
@@ -81,23 +81,23 @@ def attend_backward(
     output, lse = result
     if _flash(query, value, seen):
         # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
-        given = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
+        taken = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
         states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *given, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
+            *taken, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
         )
         return found[0], found[1], found[2]
     wide = _wide(query)
-    by_query = torch.empty_like(query)
+    by_query = torch.zeros_like(query)
     by_key, by_value = (torch.zeros_like(own, dtype=wide) for own in (key, value))
-    for strip, scores in _strips(query, key, seen, scale):
+    for strip, keys, scores in _strips(query, key, seen, scale):
         coming = gradient[:, :, strip].to(wide)
         shares = torch.exp(scores - _finite(lse[:, :, strip])[..., None])
-        by_value += _summed_heads(shares, coming, value.shape[1])
+        by_value[:, :, keys] += _summed_heads(shares, coming, value.shape[1])
         inner = (coming * output[:, :, strip]).sum(-1, keepdim=True)
-        by_scores = shares * (_scores(coming, value) - inner) * scale
-        by_query[:, :, strip] = _times(by_scores, key).to(query.dtype)
-        by_key += _summed_heads(by_scores, query[:, :, strip].to(wide), key.shape[1])
+        by_scores = shares * (_scores(coming, value[:, :, keys]) - inner) * scale
+        by_query[:, :, strip] = _times(by_scores, key[:, :, keys]).to(query.dtype)
+        by_key[:, :, keys] += _summed_heads(by_scores, query[:, :, strip].to(wide), key.shape[1])
     return by_query, by_key.to(key.dtype), by_value.to(value.dtype)
 
 
@@ -143,16 +143,24 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _strips(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Iterator[tuple[slice, Tensor]]:
-    """Queries, strip by strip, and their scores (rows, heads, strip, keys)."""
+def _strips(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, strip by strip, the keys between the first and the last that one of them sees, and the scores of these
+    (rows, heads, strip, keys). Strips that see nothing are left out."""
     rows, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    each = max(1, _STRIP_CELLS // max(1, rows * heads * keys))
+    count = key.shape[2]
+    each = max(1, _STRIP_CELLS // max(1, rows * heads * count))
     for begin in range(0, queries, each):
-        strip = slice(begin, min(begin + each, queries))
-        scores = _scores(query[:, :, strip].to(_wide(query)), key) * scale
-        allowed = seen.part(strip, query.device, keys)
-        yield strip, scores if allowed is None else scores.masked_fill(~allowed[:, None], -torch.inf)
+        strip, keys = slice(begin, min(begin + each, queries)), slice(0, count)
+        allowed = seen.part(strip, query.device, count)
+        if allowed is not None:
+            found = allowed.flatten(0, 1).any(0).nonzero()
+            if not len(found):
+                continue
+            keys = slice(int(found[0]), int(found[-1]) + 1)
+        scores = _scores(query[:, :, strip].to(_wide(query)), key[:, :, keys]) * scale
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[:, None, :, keys], -torch.inf)
+        yield strip, keys, scores
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

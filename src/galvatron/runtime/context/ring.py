@@ -107,8 +107,11 @@ class _Ring:
             keys = slice(0, count // 2)
         elif causal and source > self.rank:
             queries = slice(count // 2, count)
+        diagonal = causal and source == self.rank
+        if masks.documents is None and masks.kept is None:
+            return _Block(queries, keys, Seen(diagonal))
         own, others = (self.tokens(rank, count, device) for rank in (self.rank, source))
-        return _Block(queries, keys, masks.seen(own[queries], others[keys], diagonal=causal and source == self.rank))
+        return _Block(queries, keys, masks.seen(own[queries], others[keys], diagonal=diagonal))
 
     def pass_on(self, tensors: Sequence[Tensor]) -> _Passing:
         """To the next rank, and from the one before."""
