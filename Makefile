@@ -10,8 +10,9 @@ VENV := .venv/.made
 PLANNER := .venv/.planner
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
+DOCS := .venv/.docs
 
-.PHONY: demo test pytest test-all lint bench pictures clean
+.PHONY: demo test pytest test-all lint bench pictures docs clean
 
 $(VENV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -30,6 +31,10 @@ $(DEV): $(VENV)
 	$(INSTALL) --editable ".[dev]"
 	$(COMPILE)
 	touch $(PLANNER) $(RUNTIME) $@
+
+$(DOCS): $(VENV)
+	$(INSTALL) --editable ".[docs]"
+	touch $(PLANNER) $@
 
 demo: $(RUNTIME)
 	$(BIN)/galvatron plan bert-huge-32 --cluster titan-rtx-8 --memory 8GiB --output plan.json
@@ -65,8 +70,13 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/prediction.py --devices 4
 	$(BIN)/python benchmarks/prediction.py --devices 8
 
-pictures: $(PLANNER)
+# Those of pages need a browser (chromium) too.
+pictures: $(DEV)
 	$(BIN)/python docs/pictures.py
 
+# The pages of docs/ as a site in site/, to open without a server.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build site

@@ -15,8 +15,7 @@ hypothesis.settings.load_profile("any machine")
 _HERE = Path(__file__).parent
 _ORACLES = (
     "planner/search", "planner/cost", "planner/exchange", "planner/pages", "families", "runtime", "runtime/context",
-    "measure",
-    "measure/rehearsal", "train", "train/checkpoints", "core/files", "benchmarks",
+    "measure", "measure/rehearsal", "train", "train/checkpoints", "core/files", "benchmarks", "studio",
 )  # fmt: skip
 for folder in (
     _HERE.parent / "benchmarks",

@@ -17,10 +17,10 @@ PACKAGE = Path(galvatron.__file__).parent
 LAYERS = [
     "core.errors", "core.units", "core.spec", "core.files", "families", "planner.space", "planner.cost",
     "planner.search", "planner.plan", "planner.exchange", "planner.pages", "processes", "runtime", "measure",
-    "train.data", "train.checkpoints", "train", "api", "cli",
+    "train.data", "train.checkpoints", "train", "api", "studio", "cli",
 ]  # fmt: skip
 """A module imports only from layers before its own (or its own)."""
-NO_TORCH = ["core", "planner", "cli"]
+NO_TORCH = ["core", "planner", "studio", "cli"]
 """Folders that import torch nowhere themselves, not even late or for types."""
 
 

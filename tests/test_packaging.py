@@ -26,7 +26,12 @@ NAMES = {"PIL": "pillow", "pydantic_core": "pydantic"}
 
 
 def declared() -> set[str]:
-    extras = [each for name, extra in PROJECT["optional-dependencies"].items() if name != "dev" for each in extra]
+    extras = [
+        each
+        for name, extra in PROJECT["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+        for each in extra
+    ]
     return {re.split(r"[<>=\[ ]", each)[0].lower() for each in [*PROJECT["dependencies"], *extras]}
 
 

@@ -20,7 +20,19 @@ from galvatron.core.errors import InvalidInput
 from galvatron.measure import doctor
 
 runner = CliRunner()
-VERBS = ("plan", "train", "explain", "compare", "check", "rehearse", "checkpoints", "export", "strategies", "doctor")
+VERBS = (
+    "plan",
+    "train",
+    "explain",
+    "compare",
+    "check",
+    "rehearse",
+    "checkpoints",
+    "export",
+    "strategies",
+    "doctor",
+    "studio",
+)
 
 
 def test_version_and_short_help() -> None:

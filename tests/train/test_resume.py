@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import cut_off, needs_browser, opened_browser
 from injecting import fail_at, stop_if_settled
 from jobs import Job, plan_of, run_to_end
 from longer import longer
@@ -76,6 +78,36 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
 @pytest.mark.parametrize("name", ["two ranks", *(longer(name) for name in _PLANS if name != "two ranks")])
 def test_any_plan_gives_the_same_curve(name: str, whole: Callable[[str], Job], alone: list[float]) -> None:
     assert whole(name).losses() == pytest.approx(alone, abs=1e-4)
+
+
+@needs_browser
+def test_the_page_of_a_run_has_its_losses_and_peaks(whole: Callable[[str], Job]) -> None:
+    """A real run's report.html, opened without a network, dark and narrow."""
+    job = whole("two ranks")
+    report = json.loads((job.folder.path / "report.json").read_text())
+    with opened_browser() as browser:
+        page = browser.new_context(offline=True, color_scheme="dark", viewport={"width": 390, "height": 800}).new_page()
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto((job.folder.path / "report.html").as_uri())
+        page.wait_for_selector("#losses svg circle")
+        drawn = page.eval_on_selector_all(
+            "#losses svg circle", "dots => dots.map(dot => dot.getAttribute('aria-label'))"
+        )
+        widths = page.eval_on_selector_all(
+            "#peaks svg rect[aria-label*='measured']", "bars => bars.map(bar => bar.getBoundingClientRect().width)"
+        )
+        predicted = page.eval_on_selector_all(
+            "#peaks svg rect[aria-label*='predicted']", "bars => bars.map(bar => bar.getBoundingClientRect().width)"
+        )
+        assert cut_off(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert drawn == [f"step {line['step']}, training, {line['loss']}" for line in job.metrics()]
+    (stage,) = report["stages"]
+    memory = [stage[kind]["memory_bytes"] for kind in ("measured", "predicted")]
+    assert widths[0] / predicted[0] == pytest.approx(memory[0] / memory[1], rel=0.02)
+    assert problems == []
 
 
 def _interrupted(path: Path, first: galvatron.Plan, then: galvatron.Plan, *, at: int) -> list[float]:

@@ -28,6 +28,7 @@ from galvatron.cli import (
     profile,
     rehearse,
     strategies,
+    studio,
     train,
 )
 from galvatron.core.errors import GalvatronError, InvalidInput
@@ -45,7 +46,7 @@ app = typer.Typer(
 _LONGEST_NAME = 200
 """Of a file, as an error shows it."""
 _PANELS = {
-    "Plan": (plan, explain, compare, strategies, export_plan, price),
+    "Plan": (plan, explain, compare, strategies, export_plan, price, studio),
     "Train": (train, checkpoints, export),
     "Try out": (check, rehearse, doctor),
     "What is known": (models, clusters),

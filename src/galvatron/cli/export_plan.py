@@ -28,21 +28,21 @@ def command(
 ) -> None:
     """Write a plan for another system; what that cannot run is replaced by the best plan that it can."""
     from galvatron.planner.exchange.export import export_plan, target_named
-    from galvatron.planner.exchange.views import export_entry, export_lines
+    from galvatron.planner.exchange.views import export_entry, export_file, export_lines
     from galvatron.planner.plan.plan import Plan
 
     target = target_named(to)
     opt.checked_file(output, target.suffix, target.name)
     export = export_plan(Plan.load(plan), target, strict=strict)
     said = list(export_lines(export))
-    commented = "".join(f"{target.comment}{line}\n" for line in said) if target.comment else ""
-    opt.write_file(output, commented + export.text)
+    text = export_file(export)
+    opt.write_file(output, text)
     if as_json:
         opt.print_json(export_entry(export))
         return
     if output is None:
-        typer.echo(commented + export.text, nl=False)
-    for line in said if output is not None or not commented else ():
+        typer.echo(text, nl=False)
+    for line in said if output is not None or not target.comment else ():
         typer.echo(line, err=output is None)
     if output is not None:
         typer.echo(f"written to {output}")

@@ -38,7 +38,7 @@ from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.core.spec.model import Experts, LayerSpec, ModelSpec, Precision, TensorParallel, Training
 from galvatron.core.units import parse_bytes
 
-__all__ = ["read_custom"]
+__all__ = ["custom_of_text", "read_custom"]
 
 _LARGEST = 2**60
 _LARGEST_SIZE = 2**50
@@ -188,18 +188,22 @@ class _ModelEntry(_Strict):
 
 def read_custom(path: Path, training: Training) -> ModelSpec:
     """Read a model file."""
-    file = str(path)
-    entry = validate(_ModelEntry, parse(read_text(path, "a model in TOML"), file, "TOML"), file)
+    return custom_of_text(read_text(path, "a model in TOML"), str(path), training)
+
+
+def custom_of_text(text: str, file: str, training: Training) -> ModelSpec:
+    """The model in the text of such a file, whose name is for errors."""
+    entry = validate(_ModelEntry, parse(text, file, "TOML"), file)
     if training.sequence_length is not None:
         raise InvalidInput(
-            f"{path}: sequence length {training.sequence_length} was given, but this model's figures are for the one "
+            f"{file}: sequence length {training.sequence_length} was given, but this model's figures are for the one "
             "sample size its author measured; leave it out"
         )
     with naming(file):
         layers = [layer.spec(training.precision) for layer in entry.layers]
     counts = [layer.count for layer in entry.layers]
     if sum(counts) > MOST_LAYERS:
-        raise InvalidInput(f"{path}: its counts make {sum(counts)} layers; expected at most {MOST_LAYERS}")
+        raise InvalidInput(f"{file}: its counts make {sum(counts)} layers; expected at most {MOST_LAYERS}")
     return ModelSpec(
         name=entry.name,
         family="custom",

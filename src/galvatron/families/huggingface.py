@@ -18,7 +18,7 @@ from galvatron.core.spec.model import ModelSpec, Training
 from galvatron.families.discovery import families, family_of
 from galvatron.families.fields import Fields
 
-__all__ = ["UnknownArchitecture", "model_of_config", "read_content", "read_huggingface"]
+__all__ = ["UnknownArchitecture", "content_of_text", "model_of_config", "read_content", "read_huggingface"]
 
 
 class UnknownArchitecture(InvalidInput):
@@ -38,13 +38,17 @@ def read_content(path: Path) -> dict[str, Any]:
     """The content of a ``config.json``, or of the one in a folder, of whatever architecture."""
     if path.is_dir():
         path = path / "config.json"
-    text = read_text(path, "a Hugging Face configuration in JSON")
+    return content_of_text(read_text(path, "a Hugging Face configuration in JSON"), str(path))
+
+
+def content_of_text(text: str, file: str) -> dict[str, Any]:
+    """The content of such a file, from its text; ``file`` is its name in errors."""
     try:
         content = json.loads(text)  # NaN passes, so that the error names the field that holds it
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: is not JSON ({error}); expected a Hugging Face configuration") from None
+        raise InvalidInput(f"{file}: is not JSON ({error}); expected a Hugging Face configuration") from None
     if not isinstance(content, dict):
-        raise InvalidInput(f"{path}: holds a {type(content).__name__}; expected an object with a field model_type")
+        raise InvalidInput(f"{file}: holds a {type(content).__name__}; expected an object with a field model_type")
     return content
 
 

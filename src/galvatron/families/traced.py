@@ -10,16 +10,22 @@ from galvatron.core.files.models import MARK, model_of_content
 from galvatron.core.files.reader import read_text
 from galvatron.core.spec.model import Attention, ModelSpec, Training
 
-__all__ = ["read_traced"]
+__all__ = ["read_traced", "traced_of_text"]
 
 
 def read_traced(path: Path, training: Training) -> ModelSpec | None:
     """The traced model in a file; None: it is another file. Raises :class:`InvalidInput` if it is to be trained in
     another way than it was traced for."""
-    text = read_text(path, "a Hugging Face configuration or a traced model in JSON")
+    return traced_of_text(
+        read_text(path, "a Hugging Face configuration or a traced model in JSON"), str(path), training
+    )
+
+
+def traced_of_text(text: str, file: str, training: Training) -> ModelSpec | None:
+    """The traced model in the text of a file, whose name is for errors; None and errors as above."""
     if f'"{MARK}"' not in text[:200]:
         return None
-    model = model_of_content(text, str(path))
+    model = model_of_content(text, file)
     was = model.training
     for name, asked, traced in (
         ("precision", training.precision, was.precision),
@@ -31,7 +37,7 @@ def read_traced(path: Path, training: Training) -> ModelSpec | None:
         # A model without fused attention was traced without it, whatever was asked for.
         if asked is not None and asked != traced and asked is not Attention.FUSED:
             raise InvalidInput(
-                f"{path}: was traced for {name} {traced}, but {asked} is asked for; trace it again "
+                f"{file}: was traced for {name} {traced}, but {asked} is asked for; trace it again "
                 "(galvatron models MODEL --output) or leave that out"
             )
     return replace(model, training=replace(was, optimizer=training.optimizer))

@@ -19,7 +19,7 @@ from galvatron.families import load_model
 from galvatron.families.huggingface import UnknownArchitecture
 from galvatron.measure import cache
 
-__all__ = ["load_any_model"]
+__all__ = ["load_any_model", "model_of_text"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +28,22 @@ def load_any_model(source: str | Path | dict[str, Any], training: Training) -> M
     """The model that ``source`` names, trained that way: as :func:`galvatron.families.load_model`, of every
     architecture of transformers that can be traced, and with parameters frozen."""
     spec = _load(source, training.untuned())
+    return _tuned(spec, training) if training.tunes else spec
+
+
+def model_of_text(text: str, file: str, training: Training) -> ModelSpec:
+    """The model in the text of a file that :func:`load_any_model` would read; ``file``: its name, also in errors."""
+    from galvatron.families.custom import custom_of_text
+    from galvatron.families.huggingface import content_of_text
+    from galvatron.families.traced import traced_of_text
+
+    plain = training.untuned()
+    if Path(file).suffix == ".toml":
+        spec: ModelSpec | None = custom_of_text(text, file, plain)
+    else:
+        spec = traced_of_text(text, file, plain)
+    if spec is None:
+        spec = replace(_load(content_of_text(text, file), plain), name=Path(file).stem)
     return _tuned(spec, training) if training.tunes else spec
 
 

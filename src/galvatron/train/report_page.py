@@ -35,7 +35,7 @@ def report_page(plan: Plan, report: Report, metrics: Sequence[dict[str, Any]]) -
             Card("loss", f"{report.last_loss:.4f}", f"from {report.first_loss:.4f}"),
             Card("iteration", format_seconds(report.measured_s), f"predicted {format_seconds(report.predicted_s)}"),
             Card("measured against predicted", report.compared),
-            Card("throughput", f"{report.samples_per_s:.2f} samples/s", f"batch {plan.batch}"),
+            Card("samples/s", f"{report.samples_per_s:.2f}", f"batch {plan.batch}"),
         ],
         sections=[Section("Loss", chart("losses")), beside, *plan_sections(plan, reasons)],
         facts={

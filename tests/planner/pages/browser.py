@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["needs_browser", "opened_browser"]
+__all__ = ["cut_off", "needs_browser", "opened_browser"]
 
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -32,3 +32,14 @@ def opened_browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=list(_FLAGS))
         yield browser
         browser.close()
+
+
+def cut_off(page: Any) -> list[str]:
+    """Words of charts that reach out of their section."""
+    found: list[str] = page.evaluate(
+        "[...document.querySelectorAll('.chart svg text')].filter(text => {"
+        " const own = text.getBoundingClientRect(), around = text.closest('section').getBoundingClientRect();"
+        " return own.width > 0 && (own.left < around.left || own.right > around.right);"
+        "}).map(text => text.textContent)"
+    )
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import needs_browser, opened_browser
+from browser import cut_off, needs_browser, opened_browser
 
 import galvatron
 from galvatron.planner.pages.comparison_page import comparison_page
@@ -145,6 +145,7 @@ def test_it_is_readable(browser: Any, page_file: Path, scheme: str, width: int) 
     """Nothing is wider than the screen, charts are drawn, and text stands out from what is behind it."""
     page, problems = _opened(browser, page_file, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert cut_off(page) == []
     for chart in ("layers", "timeline", "memory", "times", "spaces", "batches", "budgets"):
         box = page.query_selector(f"#{chart} svg:has(g)").bounding_box()  # not the legend's
         assert 0 < box["width"] <= width

@@ -32,7 +32,7 @@ from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Meas
 from galvatron.core.spec.figures import MOST_DEVICES
 from galvatron.core.units import format_bytes
 
-__all__ = ["cluster_names", "cluster_schema", "dump_cluster", "load_cluster"]
+__all__ = ["cluster_names", "cluster_of_text", "cluster_schema", "dump_cluster", "is_preset", "load_cluster"]
 
 _FOLDER = "clusters"
 _RESERVED = BYTES.between("0B", "8TiB")
@@ -120,6 +120,17 @@ _CLUSTER = Table(
 def cluster_names() -> tuple[str, ...]:
     """The clusters known by name."""
     return preset_names(_FOLDER)
+
+
+def is_preset(name: str) -> bool:
+    """Whether a name means a preset, in whatever number, and never the path of a file."""
+    size = named_size(name)
+    return name in cluster_names() or (size is not None and size.kind in cluster_names())
+
+
+def cluster_of_text(text: str, file: str) -> Cluster:
+    """The cluster in the text of a TOML file, checked; ``file`` is its name in errors."""
+    return _checked(_CLUSTER.parse(text.removeprefix("\ufeff"), file), file)
 
 
 def load_cluster(source: str | Path, *, devices: int | None = None, node_link: str | None = None) -> Cluster:

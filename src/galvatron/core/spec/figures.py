@@ -61,7 +61,7 @@ _RANGES = {
     "contention": _Range(1, MOST_DEVICES, whole=False),
     "fragmentation": _Range(0, 0.9, whole=False),
     "sequence_length": _Range(1, MOST_TOKENS),
-    "length": _Range(0, MOST_TOKENS),
+    "length": _Range(1, MOST_TOKENS),
     "heads": _Range(0, 2**20),
     "image_size": _Range(1, 2**16),
     "image_tokens": _Range(0, MOST_TOKENS),

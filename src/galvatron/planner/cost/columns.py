@@ -60,7 +60,7 @@ class ContextColumns:
 
 def context_columns(kinds: Sequence[LayerSpec]) -> ContextColumns:
     """Of the kinds of layer whose sequences can be divided."""
-    facts = [kind.context or Context(length=1) for kind in kinds]
+    facts = [kind.context or Context(length=1) for kind in kinds]  # of which no column holds the length
 
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)[:, None]

@@ -18,7 +18,7 @@ from galvatron.planner.exchange.pricing import Price
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 from galvatron.planner.plan.plan import Plan
 
-__all__ = ["export_entry", "export_lines", "layout_text", "price_entry", "price_view"]
+__all__ = ["export_entry", "export_file", "export_lines", "layout_text", "price_entry", "price_view"]
 
 
 def layout_text(layout: Uniform) -> str:
@@ -42,6 +42,12 @@ def layout_text(layout: Uniform) -> str:
         parts.append(f"{'+'.join(map(str, layout.blocks))} blocks")
     parts.append(f"micro-batches {layout.micro_batches} × {layout.micro_batch}")
     return ", ".join(parts)
+
+
+def export_file(export: Export) -> str:
+    """The file for the other system, with what is to be said in it where it can have comments."""
+    comment = export.target.comment
+    return "".join(f"{comment}{line}\n" for line in export_lines(export) if comment) + export.text
 
 
 def export_lines(export: Export) -> Iterator[str]:

@@ -71,7 +71,7 @@ def plan_cards(plan: Plan) -> list[Card]:
     length = plan.model.training.sequence_length
     tokens = f"{format_count(round(plan.throughput * length))} tokens/s" if length else ""
     return [
-        Card("throughput", f"{plan.throughput:.2f} samples/s", tokens),
+        Card("samples/s", f"{plan.throughput:.2f}", tokens),
         Card("iteration", format_seconds(plan.iteration_s), f"batch {plan.batch}"),
         Card("micro-batches", f"{plan.micro_batches} × {plan.micro_batch}"),
         Card("stages", stages),
@@ -190,7 +190,10 @@ def _layer_table(plan: Plan, reasons: tuple[str, ...]) -> str:
         for layer, count in layer_runs(stage.layers):
             span = str(layer.index) if count == 1 else f"{layer.index} to {layer.index + count - 1}"
             rows.append([str(number), devices, span, layer.layer, layer.strategy, reasons[layer.index]])
-    return table(["stage", "devices", "layers", "kind", "strategy", "why"], rows, numbers=[0])
+    columns = ["stage", "devices", "layers", "kind", "strategy", "why"]
+    if not any(reasons):  # nobody asked
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table(columns, rows, numbers=[0])
 
 
 def _link_table(plan: Plan) -> str:

@@ -19,7 +19,9 @@ from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
 from galvatron.planner.search import Feasibility, Tell, most_micro_batches
 from galvatron.planner.space import Space
 
-__all__ = ["feasible_batch", "fits", "impossibility", "make_plan", "smallest_budget", "with_adapters"]
+__all__ = [
+    "feasible_batch", "fits", "impossibility", "make_plan", "remedies", "smallest_budget", "with_adapters",
+]  # fmt: skip
 
 _TRIED = 256
 _PRICING_S = 0.7
@@ -71,11 +73,12 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     return f"{where} no micro-batch can be divided by a data degree of {data}"
 
 
-def make_plan(request: Request, tell: Tell | None = None) -> Plan:
-    """The best plan, or :class:`Infeasible` with advice. ``tell`` hears of a search that takes more than a second."""
+def make_plan(request: Request, tell: Tell | None = None, *, advised: bool = True) -> Plan:
+    """The best plan, or :class:`Infeasible`, with advice unless that is to be asked for later (:func:`remedies`).
+    ``tell`` hears of a search that takes more than a second."""
     plan = try_plan(request, tell)
     if plan is None:
-        raise _explained(request)
+        raise _explained(request, advised=advised)
     return plan
 
 
@@ -88,7 +91,7 @@ def smallest_budget(request: Request) -> tuple[int, int] | None:
     return None if least is None or batch is None else (request.cluster.least_budget(least), batch)
 
 
-def _explained(request: Request) -> GalvatronError:
+def _explained(request: Request, *, advised: bool) -> GalvatronError:
     request = replace(request, time_limit_s=None)  # it is for the search, which is done
     model, cluster = request.model, request.cluster
     devices = f"{cluster.devices} × {cluster.device.name}"
@@ -112,7 +115,7 @@ def _explained(request: Request) -> GalvatronError:
         what += f" ({format_bytes(cluster.reserved_bytes)} are reserved before any tensor)"
     return Infeasible(
         f"{what}: the smallest budget that fits is {format_bytes(needed)} ({needed} bytes) at batch {batch_size}.",
-        advice=tuple(_remedies(request)),
+        advice=remedies(request) if advised else (),
     )
 
 
@@ -129,14 +132,14 @@ class _Change:
     """Whether a plan for it is soon found."""
 
 
-def _remedies(request: Request) -> list[str]:
+def remedies(request: Request) -> tuple[str, ...]:
     """Single changes under which the same budget is enough, each tried and, while that is quick, priced: what changes
     nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
     deadline = time.process_time() + _PRICING_S
     found = [_priced(change, deadline) for group in _changes(request) for change in _first_fitting(group)]
     if request.model.training.attention is not Attention.FUSED:
         found.append("not tried here, but smaller: --attention fused")
-    return found
+    return tuple(found)
 
 
 def _changes(request: Request) -> Iterator[Iterator[_Change]]:

@@ -17,7 +17,7 @@ from galvatron.planner.plan.planner import Request, try_plan
 from galvatron.planner.search import Candidates, CutRule
 from galvatron.planner.space import SPACES
 
-__all__ = ["Explanation", "Rival", "explain", "request_of", "rivals", "time_shares"]
+__all__ = ["Explanation", "Rival", "explain", "reasons", "request_of", "rivals", "time_shares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ def explain(plan: Plan) -> Explanation:
     more = request.budget_bytes + GIB
     device = replace(request.cluster.device, memory_bytes=max(more, request.cluster.device.memory_bytes))
     roomier = try_plan(replace(request, cluster=replace(request.cluster, device=device), memory_bytes=more))
-    whole = Explanation(plan, rivals(request), _reasons(plan, request), roomier or plan)
+    whole = Explanation(plan, rivals(request), reasons(plan, request), roomier or plan)
     if not plan.space.context_parallel:
         return whole
     return replace(whole, longest=longest_sequence(request), larger=more_devices(request))
 
 
-def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
+def reasons(plan: Plan, request: Request) -> tuple[str, ...]:
     """For each layer: the strategy that would be fastest by itself, what it would gain, and what it would cost."""
     problem = request.problem()
     model = request.model
@@ -73,7 +73,7 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
     names = [str(strategy) for strategy in strategies]
     rows = {kind.name: row for row, kind in enumerate(model.kinds)}
     pinned = {pin.layer for pin in (request.limits.pins if request.limits else ())}
-    reasons = []
+    said = []
     for stage in plan.stages:
         memory = tables.state_bytes + stage.in_flight * tables.activation_bytes
         for layer in stage.layers:
@@ -84,15 +84,15 @@ def _reasons(plan: Plan, request: Request) -> tuple[str, ...]:
             extra = int(memory[row, fastest] - memory[row, chosen])
             saves = f"would save {format_seconds(gain_s)} an iteration"
             if layer.layer in pinned:
-                reasons.append("pinned")
+                said.append("pinned")
             elif gain_s <= 0:
-                reasons.append("the fastest for this layer")
+                said.append("the fastest for this layer")
             elif extra > 0:
-                reasons.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
+                said.append(f"{names[fastest]} {saves}, but needs {format_bytes(extra)} more")
             else:
                 where = "changes of layout, tied weights or at the peak"
-                reasons.append(f"{names[fastest]} alone {saves}, but costs more in {where}")
-    return tuple(reasons)
+                said.append(f"{names[fastest]} alone {saves}, but costs more in {where}")
+    return tuple(said)
 
 
 def request_of(plan: Plan) -> Request:

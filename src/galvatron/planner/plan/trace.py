@@ -68,11 +68,15 @@ def slice_event(rank: int, what: str, name: str, start_s: float, seconds: float)
     return _slice(_process(rank, what), name, start_s, seconds)
 
 
+def trace_text(events: Iterable[TraceEvent]) -> str:
+    """The text of a file for Perfetto."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}) + "\n"
+
+
 def write_trace(events: Iterable[TraceEvent], path: str | Path) -> None:
     """Write a file for Perfetto."""
-    content = {"displayTimeUnit": "ms", "traceEvents": list(events)}
     try:
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        Path(path).write_text(trace_text(events), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"cannot write a trace to {str(path)!r}: {error.strerror or error}") from error
 

@@ -1,7 +1,8 @@
 "use strict";
-// Draws the charts of a page from the JSON beside it. Every mark has an aria-label with its value.
+// Draws the charts of a page from the JSON beside it, or from what drawFacts is given. Every mark has an aria-label with
+// its value.
 (() => {
-  const facts = JSON.parse(document.getElementById("facts").textContent);
+  let facts = JSON.parse(document.getElementById("facts")?.textContent ?? "{}");
   const style = { "--plot-background": "var(--panel)", background: "transparent", fontSize: "12px" };
   const round = (value) => Number(value.toPrecision(3)).toString();
   const seconds = (s) => (s >= 1 ? `${round(s)} s` : s >= 1e-3 ? `${round(s * 1e3)} ms` : `${round(s * 1e6)} µs`);
@@ -25,10 +26,16 @@
     return Plot.plot({ width, height: 52 + 30 * rows, marginTop: 8, marginBottom: 42, style, ...options });
   }
 
+  /** Whole numbers to write on an axis. */
+  const whole = (most, width) => d3.ticks(0, most, Math.max(3, width / 90)).filter(Number.isInteger);
+
+  /** Room for the longest of some names, left of a chart. */
+  const room = (names) => Math.max(92, 14 + 6.8 * Math.max(...names.map((name) => name.length)));
+
   function layers(data, width) {
     return bars(width, data.stages.length, {
       marginLeft: 60,
-      x: { label: "layer", domain: [0, data.layers], nice: false },
+      x: { label: "layer", domain: [0, data.layers], nice: false, ticks: whole(data.layers, width) },
       y: { domain: byStage(data.stages), label: null },
       color: { legend: true, domain: data.strategies, scheme: "observable10" },
       marks: [
@@ -102,7 +109,7 @@
           title: (d) => `${d.row}: ${d.kind}\n${format(d.value)}`, tip: true,
           ariaLabel: (d) => `${d.row}, ${d.kind}, ${format(d.value)}`,
         })),
-        limit ? Plot.ruleX([limit], { stroke: "currentColor", strokeDasharray: "4,3", ariaLabel: "budget" }) : null,
+        limit ? Plot.ruleX([limit], { stroke: "currentColor", strokeDasharray: "4,3", ariaLabel: () => "budget" }) : null,
         Plot.ruleX([0]),
       ],
     });
@@ -154,7 +161,8 @@
 
   function grouped(data, width, { format, label, unit = 1 }) {
     return Plot.plot({
-      width, height: 60 + 22 * data.kinds.length * data.rows.length, style, marginLeft: 92, marginRight: 16, marginBottom: 42,
+      width, height: 60 + 22 * data.kinds.length * data.rows.length, style,
+      marginLeft: room(data.rows), marginRight: 16, marginBottom: 42,
       x: { label, transform: (value) => value / unit, ticks: Math.max(3, width / 110) },
       y: { axis: null, domain: data.kinds }, fy: { domain: data.rows, label: null, axis: "left" },
       color: { legend: true, domain: data.kinds, range: ["#97bbf5", "#3ca951", "#efb118"] },
@@ -214,12 +222,18 @@
 
   const tools = { "zoom-in": () => move(0, 0.5), "zoom-out": () => move(0, 2), "zoom-all": () => move(0, 1e9, 0.5),
     "go-left": () => move(-(view.to - view.from) / 3, 1), "go-right": () => move((view.to - view.from) / 3, 1) };
-  for (const [name, act] of Object.entries(tools)) document.getElementById(name)?.addEventListener("click", act);
+  document.addEventListener("click", (event) => tools[event.target.id]?.());
   let width = document.body.clientWidth;
   new ResizeObserver(() => {
     if (document.body.clientWidth === width) return;
     width = document.body.clientWidth;
     draw();
   }).observe(document.body);
+  /** Draw other facts into the places that the page has for them now. */
+  globalThis.drawFacts = (others) => {
+    facts = others;
+    Object.assign(view, { from: 0, to: 1 });
+    draw();
+  };
   draw();
 })();
