@@ -20,7 +20,7 @@ from workloads import Workload
 
 __all__ = ["SYSTEMS", "Choice", "Setting", "System", "choose", "described", "system_named", "without_slowdown"]
 
-_MOST_MEMORY = 10**14
+_MOST_MEMORY = 2**43
 _MORE_MEMORY = 1.1
 """Factor by which the budget of a plan that does not fit grows until there is one."""
 
@@ -119,7 +119,7 @@ def _nearest(request: Request) -> Plan:
     """The plan that needs the least more memory, priced for the budget there is."""
     budget = request.budget_bytes
     while budget < _MOST_MEMORY:
-        budget = int(budget * _MORE_MEMORY)
+        budget = min(int(budget * _MORE_MEMORY), _MOST_MEMORY)
         device = replace(request.cluster.device, memory_bytes=max(budget, request.cluster.device.memory_bytes))
         plan = try_plan(replace(request, memory_bytes=budget, cluster=replace(request.cluster, device=device)))
         if plan is not None:

@@ -54,7 +54,7 @@ def test_other_spellings_nulls_and_unknown_fields_are_taken(tmp_path: Path) -> N
         ({"model_type": "bert", "hidden_size": True}, "hidden_size", "True", "an integer from 1"),
         ({"model_type": "bert", "hidden_size": 10**30}, "hidden_size", "10000", "an integer from 1"),
         ({"model_type": "bert", "num_hidden_layers": 0}, "num_hidden_layers", "0", "an integer from 1"),
-        ({"model_type": "bert", "num_hidden_layers": 10**9}, "num_hidden_layers", "1000000000", "to 10000"),
+        ({"model_type": "bert", "num_hidden_layers": 10**9}, "num_hidden_layers", "1000000000", "to 2048"),
         ({"model_type": "bert", "num_attention_heads": 7}, "num_attention_heads", "7", "divisor of hidden_size"),
         ({"model_type": "bert", "hidden_dropout_prob": 1.5}, "hidden_dropout_prob", "1.5", "a probability"),
         ({"model_type": "bert", "hidden_dropout_prob": 10**400}, "hidden_dropout_prob", "1000", "a probability"),

@@ -73,6 +73,7 @@ def test_parameters_and_gradients_in_bf16(strategy: str, between: float, end: fl
         assert seen["end"] == pytest.approx([end] * 2, abs=_ACTIVATIONS)
 
 
+@pytest.mark.slow
 def test_sharded_stages_of_a_pipeline() -> None:
     """Where stock pipelines keep whole parameters and gradients from the first micro-batch to the last."""
     for seen in _watched([["sdp2+rc", "sdp2+rc"], ["sdp2+rc", "sdp2+rc"]], torch.float32):

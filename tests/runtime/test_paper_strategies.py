@@ -43,7 +43,7 @@ def test_there_are_22() -> None:
     assert {degree for degree, _ in _STRATEGIES} == {1, 2, 4, 8}
 
 
-@pytest.mark.parametrize("degree", [1, longer(2), 4])
+@pytest.mark.parametrize("degree", [1, longer(2), longer(4)])
 def test_all_in_one_plan(degree: int) -> None:
     """Every strategy of this many stages, each in one of them; the longer run has each by itself."""
     own = [strategy for stages, strategy in _STRATEGIES if stages == degree]

@@ -153,7 +153,17 @@ def _kept(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, 
 
 @pytest.mark.parametrize(
     "strategy",
-    ["dp2", "dp2+rs", "dp2+ra", "tp2+rs", "tp2+ra", longer("tp2"), longer("sdp2+rs"), "tp2+sp+rs", longer("tp2+sp+ra")],
+    [
+        "dp2+rs",
+        longer("dp2"),
+        longer("dp2+ra"),
+        longer("tp2+rs"),
+        longer("tp2+ra"),
+        longer("tp2"),
+        longer("sdp2+rs"),
+        "tp2+sp+rs",
+        longer("tp2+sp+ra"),
+    ],
 )
 def test_what_stays_is_what_is_predicted(strategy: str) -> None:
     """Three blocks, and what embedding and head keep, which is the same whatever the blocks do."""

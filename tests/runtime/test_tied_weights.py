@@ -96,7 +96,7 @@ def test_across_stages_with_one_between() -> None:
     "stages",
     [
         [["tp4", "sdp4", "dp4", "sdp4", "tp2-dp2", "dp4", "dp2-tp2"]],
-        [["tp2", "sdp2", "dp2"], ["sdp2", "tp2", "dp2", "dp2"]],
+        longer([["tp2", "sdp2", "dp2"], ["sdp2", "tp2", "dp2", "dp2"]]),
         longer([["single", "single"], ["single", "single"], ["single", "single"], ["single"]]),
     ],
 )

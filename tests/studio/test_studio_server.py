@@ -110,6 +110,7 @@ def test_prices_are_those_of_the_command_line(studio: Studio) -> None:
     assert answer["cost"] == pytest.approx(hours * 8 * 2.5)
 
 
+@pytest.mark.slow
 def test_what_is_downloaded_is_what_the_command_line_writes(studio: Studio) -> None:
     question = asked("bert-tiny", "titan-rtx-8", batch=32)
 

@@ -119,7 +119,7 @@ def _found(problem: Problem) -> Fraction:
     return Fraction(optimum.batch, optimum.solved.iteration_ns) if optimum else Fraction(0)
 
 
-@pytest.mark.parametrize("trials", [24, longer(300)])
+@pytest.mark.parametrize("trials", [12, longer(300)])
 def test_equals_brute_force_within_limits(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     feasible = binding = 0
     for trial in range(trials):
@@ -138,7 +138,7 @@ def _spans(strategy: Strategy, kind: Kind, island: int) -> bool:
     return any(len({rank // island for rank in group}) > 1 for group in _groups(strategy, kind))
 
 
-@pytest.mark.parametrize("trials", [40, longer(400)])
+@pytest.mark.parametrize("trials", [20, longer(400)])
 def test_what_the_optimum_uses_can_be_forbidden(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances in which forbidding matters: of a kind of parallelism that the best plan uses across islands."""
     changed = 0

@@ -35,7 +35,7 @@ def _tied(problem: Problem, rng: np.random.Generator) -> Problem:
     return replace(problem, cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON))
 
 
-@pytest.mark.parametrize("trials", [12, longer(90)])
+@pytest.mark.parametrize("trials", [6, longer(90)])
 def test_equals_brute_force_where_weights_are_tied(trials: int) -> None:
     """What a later user pays depends on another layer's strategy. Some plans avoid to split anew, some pay for it."""
     avoided = paid = pipelined = 0

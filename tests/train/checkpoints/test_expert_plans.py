@@ -44,7 +44,7 @@ def _load(given: ExpertCase, plan: galvatron.Plan, data: list[dict[str, Tensor]]
 @pytest.mark.parametrize(
     "plans",
     [
-        [["dp4", "dp4/ep4", "dp2-tp2/ep2-tp2", "sdp4"], ["dp4", "dp4", "dp2-tp2", "dp4"]],
+        longer([["dp4", "dp4/ep4", "dp2-tp2/ep2-tp2", "sdp4"], ["dp4", "dp4", "dp2-tp2", "dp4"]]),
         longer([["sdp4", "sdp4/ep4", "sdp4", "dp4"], ["dp4", "dp2-tp2/ep2-sdp2", "dp4/dp2-ep2", "dp4"]]),
     ],
 )

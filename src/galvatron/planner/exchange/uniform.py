@@ -198,7 +198,8 @@ def uniform_of(plan: Plan) -> Uniform:
 def check_shape(model: ModelSpec) -> None:
     """Raise for a model that is no embedding, blocks and head."""
     names = [layer.name for layer in model.layers]
-    if len(names) < 3 or names[0] in names[1:] or names[-1] in names[:-1] or model.family in ("t5", "swin"):
+    carried = {layer.boundary_bytes for layer in model.layers[:-1]}  # two stacks carry both, pyramids ever less
+    if len(names) < 3 or names[0] in names[1:] or names[-1] in names[:-1] or len(carried) > 1:
         raise Inexpressible(
             f"{model.name} is not an embedding, a stack of blocks and a head, of which other systems' options speak"
         )
