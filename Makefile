@@ -50,7 +50,7 @@ test: $(DEV)
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
 	$(BIN)/mypy
