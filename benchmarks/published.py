@@ -275,6 +275,10 @@ def compared(run: Run) -> Priced:
 # ---------------------------------------------------------------------------------------------------------- report
 
 
+_OURS = "recipe"
+"""The source of the runs that nobody else published."""
+
+
 def summary(errors: Iterable[float], name: str) -> str:
     sizes = sorted(map(abs, errors))
     high = sizes[int(0.9 * (len(sizes) - 1))]
@@ -287,6 +291,8 @@ def tables(rows: list[Priced]) -> str:
     counted = [row for row in rows if row.run.role != "beyond"]
     lines = ["| runs | number | median error | 90th percentile | worst |", "|---|---|---|---|---|"]
     lines.append(summary((row.error for row in counted), "all"))
+    for ours, name in ((False, "published by others"), (True, "our own, on one H200")):
+        lines.append(summary((row.error for row in counted if (row.run.source == _OURS) is ours), name))
     for role, name in (("fit", "fitted to"), ("held out", "held out")):
         lines.append(summary((row.error for row in rows if row.run.role == role), name))
     for device in ("a100-80gb", "h100", "h200"):
