@@ -85,6 +85,9 @@ def test_what_is_near_is_said_and_what_is_unknown_named() -> None:
     parts = _read(f"{FLAGS} --recompute-granularity selective --recompute-modules layernorm moe_act")
     assert parts.layout.recompute is Recompute.SELECTIVE
     assert "layernorm, moe_act is priced as recompute of all but matrix products" in parts.remarks[0]
+    assert not any("fp32" in remark for remark in parts.remarks)
+    plain = _read("--tensor-model-parallel-size 2")
+    assert any("Megatron computes in fp32" in remark for remark in plain.remarks)
 
 
 WRONG = [

@@ -249,6 +249,8 @@ def _check_schedule(schedule: Schedule, layout: Uniform) -> None:
 
 def _remarks(flags: Flags, layout: Uniform, chunks: int) -> tuple[str, ...]:
     said = []
+    if not {"bf16", "fp16"} & set(flags):
+        said.append("without --bf16 or --fp16 Megatron computes in fp32, and so it is priced")
     if "fp16" in flags:
         said.append("fp16 is priced as bf16, whose bytes and speed are the same")
     if layout.sharding is Sharding.OPTIMIZER:

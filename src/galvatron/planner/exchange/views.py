@@ -122,7 +122,8 @@ def price_view(price: Price) -> RenderableType:
         table.add_row(*_row(f"best of {price.within_title}", price.within.plan, price))
     if price.best is not None:
         table.add_row(*_row("best plan", price.best, price))
-    return Group(Text(f"given: {layout_text(price.reading.layout)}"), table, Text("\n".join(_sentences(price))))
+    given = f"given: {layout_text(price.reading.layout)}, {price.plan.model.training.precision}"
+    return Group(Text(given), table, Text("\n".join(_sentences(price))))
 
 
 def _row(name: str, plan: Plan, price: Price) -> tuple[str, ...]:
