@@ -48,6 +48,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
     are at work, one of them may come up broken."""
     folders = {_folder(item) for item in getattr(session, "items", ())}
+    if "train" in folders:
+        from jobs import server
+
+        server()
     worlds = {world for folder, sizes in _WORLDS.items() if folder in folders for world in sizes}
     if worlds:
         from ranks import ranks

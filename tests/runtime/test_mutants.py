@@ -168,8 +168,11 @@ _CAUGHT_BY = {
 _LONG = {"split experts", "balanced experts", "few experts", "evaluation", "bf16", "recompute"}
 """Checks of several seconds, with their mutants for the longer run only: without a mutant ``make test`` has the same in
 ``test_experts``, ``test_balance``, ``test_training_loop``, ``test_bf16`` and ``test_dropout``."""
-_SHOWN = {"experts", "memory", "accumulation"}
-"""Without a mutant the same is in ``test_experts``, ``test_kept_memory`` and ``test_training_loop``."""
+_SHOWN = {
+    "data", "sharded", "hybrid", "tensor", "sequence", "mixed", "resplit", "tied", "experts", "memory", "accumulation",
+}  # fmt: skip
+"""Without a mutant the same is in ``test_family_plans``, ``test_tied_weights``, ``test_experts``, ``test_kept_memory``
+and ``test_training_loop``."""
 _SHORT = {check: mutant for mutant, check in reversed(_CAUGHT_BY.items()) if check not in _LONG}
 """The first mutant of each of the other checks."""
 
