@@ -9,8 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # others may be at work on it
-hypothesis.settings.load_profile("any machine")
+# No deadlines: others may be at work on the machine.
+hypothesis.settings.register_profile("short", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("longer", deadline=None, max_examples=200)
 
 _HERE = Path(__file__).parent
 _ORACLES = (
@@ -33,6 +34,11 @@ _WORLDS = {
 
 _ORDER = ("train", "measure", "benchmarks", "processes", "runtime", "cli", "planner/search", "")
 """Folders whose tests take long, before the others."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is read: more examples in the longer run."""
+    hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "longer")
 
 
 def _folder(item: pytest.Item) -> str:
