@@ -124,7 +124,9 @@ def test_a_plan_by_hand_may_divide_short_sequences(tmp_path: Path) -> None:
     hand.save(path)
     assert Plan.load(path) == hand
     assert hand.space.context_parallel
-    with pytest.raises(InvalidInput, match=r"layer 1 \(decoder\).*'ulysses4' cannot run it.*2 of keys and values, do not divide"):
+    with pytest.raises(
+        InvalidInput, match=r"layer 1 \(decoder\).*'ulysses4' cannot run it.*2 of keys and values, do not divide"
+    ):
         priced(request, [["ulysses2-tp2", "ulysses4", "dp4", "dp4"]])  # two heads of keys and values
 
 
