@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.facts.blocks import rotates_by_length
 from galvatron.families.layer import IGNORED, Batch
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "given_mask",
     "mask_given",
     "next_tokens",
+    "rotation_by_length",
     "sliced",
     "unknown_to_context",
 ]
@@ -70,10 +72,26 @@ def next_tokens(labels: Tensor) -> Tensor:
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> tuple[Batch, ContextMask]:
+def rotation_by_length(model: nn.Module) -> str | None:
+    """Why rotary positions of a model would differ between parts of a sequence; None: they would not."""
+    for module in model.modules():
+        named = getattr(module, "rope_type", None)
+        for kind in named.values() if isinstance(named, Mapping) else [named]:
+            if isinstance(kind, str) and rotates_by_length(kind):
+                return (
+                    f"{type(model).__name__} rotates by frequencies that depend on the longest position of a batch "
+                    f"(rope_type {kind!r}), which a part of a sequence does not have"
+                )
+    return None
+
+
+def sliced(
+    batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool, separates: bool
+) -> tuple[Batch, ContextMask]:
     """What some tokens of each row need, given in this order; the mask is for attention over the whole sequence.
 
     ``groups``: names of the ring and of Ulysses' group. ``shifts``: the target of a token is the label of the next one.
+    ``separates``: positions that start anew in a row mean another document.
     """
     known = _BY_TOKEN | {"attention_mask"}
     strange = sorted(batch.keys() - known)
@@ -95,7 +113,7 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
         positions = whole.get("position_ids")
         if positions is None:
             whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        elif padding is None:
+        elif padding is None and separates:
             documents = find_packed_sequence_indices(positions)
     if shifts and "labels" in whole:
         whole[_TARGETS] = next_tokens(whole["labels"])
