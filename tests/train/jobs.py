@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from oracle import Case
@@ -47,12 +48,8 @@ def server() -> ForkServerContext:
     for name in ("galvatron.train.worker", "torch._dynamo", "safetensors.torch", *plans, *modelling):
         importlib.import_module(name)
     resource_tracker.ensure_running()
-    spawned = util.spawnv_passfds
-    util.spawnv_passfds = _forked
-    try:
+    with patch.object(util, "spawnv_passfds", _forked):
         forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = spawned
     return multiprocessing.get_context("forkserver")
 
 
