@@ -38,6 +38,7 @@ __all__ = [
     "next_tokens",
     "plain_mask",
     "rotation_by_length",
+    "runs_seen",
     "sliced",
     "unknown_to_context",
 ]
@@ -57,15 +58,10 @@ class ContextMask:
     """Name of the group of ranks among which keys and values go round; empty: there is none."""
     ulysses: str
     """… and of that which exchanges heads for tokens."""
-    documents: Tensor | None = None
-    """The number of each token's document (rows, all tokens); None: each row is one."""
-    kept: Tensor | None = None
-    """Whether each token is none of padding (rows, all tokens); None: all are."""
-
-    def to(self, device: torch.device) -> ContextMask:
-        """The same on a device."""
-        moved = (None if own is None else own.to(device, non_blocking=True) for own in (self.documents, self.kept))
-        return ContextMask(self.ring, self.ulysses, *moved)
+    runs: Tensor | None = None
+    """Keys that are seen, where not every token sees all of its row: of each run of them its row, where its document
+    begins and ends, and where it begins and ends itself (runs, 5). On the host, because it decides what a device
+    computes. None: each row is one document without padding."""
 
 
 def causal_targets(batch: Batch) -> Tensor:
@@ -133,7 +129,44 @@ def sliced(
                 "tokens), or plan without context parallelism (--no-context-parallel)"
             )
     parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
-    return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())
+    return parts, ContextMask(*groups, runs_seen(documents, None if padding is None else padding.bool()))
+
+
+def runs_seen(documents: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    """For :class:`ContextMask`, from the number of each token's document, and whether it is none of padding (rows,
+    tokens)."""
+    if documents is not None and bool((documents == documents[:, :1]).all()):
+        documents = None
+    if kept is not None and bool(kept.all()):
+        kept = None
+    given = documents if kept is None else kept
+    if given is None:
+        return None
+    rows = range(len(given))
+    one, all_kept = torch.zeros(given.shape[1]), torch.ones(given.shape[1], dtype=torch.bool)
+    by_row = zip(
+        [one for _ in rows] if documents is None else documents.cpu(),
+        [all_kept for _ in rows] if kept is None else kept.cpu(),
+        strict=True,
+    )
+    return torch.cat([_runs_of_row(row, *marks) for row, marks in enumerate(by_row)])
+
+
+def _runs_of_row(row: int, documents: Tensor, kept: Tensor) -> Tensor:
+    another = documents[1:] != documents[:-1]
+    firsts = _begins(another)
+    lasts = torch.cat([firsts[1:], torch.tensor([len(kept)])])
+    begins = _begins(another | (kept[1:] != kept[:-1]))
+    ends = torch.cat([begins[1:], torch.tensor([len(kept)])])
+    seen = kept[begins]
+    document = torch.searchsorted(firsts, begins, right=True) - 1
+    columns = (torch.full_like(begins, row), firsts[document], lasts[document], begins, ends)
+    return torch.stack(columns, 1)[seen]
+
+
+def _begins(changes: Tensor) -> Tensor:
+    """Where tokens begin that are alike, from whether each token but the first differs from the one before it."""
+    return torch.cat([torch.tensor([0]), changes.nonzero().flatten() + 1])
 
 
 _UNKNOWN = {

@@ -142,8 +142,7 @@ class Reader:
         own = self._layered
         separates = "position_ids" in rows and own.separates_documents()
         groups = self.context_groups(portion)
-        parts, mask = sliced(rows, tokens, groups, shifts=own.shifts_labels, separates=separates)
-        return parts, mask.to(self._device)
+        return sliced(rows, tokens, groups, shifts=own.shifts_labels, separates=separates)
 
 
 def _none(portion: Portion) -> tuple[str, str]:
