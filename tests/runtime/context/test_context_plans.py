@@ -80,16 +80,14 @@ _WITH = {
 
 
 def _cases() -> list[Any]:
-    """All with documents; plain and padded samples where attention, its tokens or its stages differ."""
+    """All with plain samples, with packed documents, and with padding."""
     made = []
     for alone in _ALONE:
         for name, text in _WITH.items():
             strategy, cut = text.format(alone), name == "pp"
             if Strategy.parse(strategy).devices * (2 if cut else 1) not in (2, 4, 6, 8):
                 continue
-            made.append(longer(strategy, cut, "documents"))
-            if name in ("alone", "sp", "pp"):
-                made += [longer(strategy, cut, ""), longer(strategy, cut, "padding")]
+            made += [longer(strategy, cut, inputs) for inputs in ("", "documents", "padding")]
     return made
 
 
