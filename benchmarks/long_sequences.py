@@ -54,8 +54,10 @@ def _plan(spec: dict[str, Any]) -> Any:
     training = Training(precision=precision, sequence_length=spec["tokens"], compile=spec["compile"], dropout=False)
     model = load_any_model(MODELS[spec["model"]], training)
     block = Strategy.parse(spec["strategy"])
-    grades = {"recompute": False, "selective_recompute": False, "recompute_but_attention": False, "offload": False}
-    around = replace(block, sequence_parallel=False, **grades)
+    around = replace(
+        block, sequence_parallel=False, recompute=False, selective_recompute=False, recompute_but_attention=False,
+        offload=False,
+    )  # fmt: skip
     strategies = [str(own) for own in (around, *[block] * (len(model.layers) - 2), replace(around, fused_loss=True))]
     return priced(Request(model=model, cluster=cluster, batch=1), [strategies])
 
@@ -246,7 +248,7 @@ def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         _rank(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama", choices=list(MODELS))
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--memory", default="16GB")

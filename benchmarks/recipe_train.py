@@ -60,7 +60,7 @@ def _run(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert,virtual-64")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default="benchmarks/results/recipe_train.jsonl")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def _rank(spec: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
 
     def step(ids: Any) -> None:
         loss = model(input_ids=ids, labels=ids).loss
@@ -129,7 +130,7 @@ def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         _rank(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama")
     parser.add_argument("--devices", type=int, default=_DEVICES)
     parser.add_argument("--tokens", type=int, default=_TOKENS)

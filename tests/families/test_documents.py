@@ -40,7 +40,8 @@ def test_documents_attend_as_the_mask_has_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flex_attention, "is_torchdynamo_compiling", lambda: True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPE), attn_implementation="sdpa").eval()
+        made: Any = LlamaForCausalLM
+        model: Any = made._from_config(LlamaConfig(**_SHAPE), attn_implementation="sdpa").eval()
         ids = torch.randint(50, (2, 40))
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((7, 20, 13), (25, 14, 1))])
     batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}

@@ -6,6 +6,7 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_a_compiled_block_keeps_what_its_grade_says(grade: Grade, kept: int) -> 
     plain, given = _Gated(), torch.randn(2, 8, 16)
     layer = _Block(deepcopy(plain))
     assert Compiler().compile(layer, grade)
-    outcomes, seen = [], {}
+    outcomes, seen = [], dict[Any, Any]()
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in held:
@@ -140,12 +141,13 @@ def test_a_compiled_block_keeps_what_its_grade_says(grade: Grade, kept: int) -> 
         return tensor
 
     held = {own.untyped_storage()._cdata for own in layer.parameters()}
-    for compute in (plain, lambda own: layer((own,), None)[0]):
+    ways: list[Any] = [plain, lambda own: layer((own,), None)[0]]
+    for compute in ways:
         tensor = given.clone().requires_grad_()
         seen.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda own: own):
             output = compute(tensor)
-        output.pow(2).sum().backward()
+        torch.autograd.backward(output.pow(2).sum())
         outcomes.append((output.detach(), tensor.grad))
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

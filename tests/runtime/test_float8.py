@@ -73,7 +73,7 @@ def test_dp_and_sdp_train_as_torchao_in_one_process() -> None:
     losses = []
     for step, batch in enumerate(batches(case)):
         parts = [stock_loss(model, {name: own[rank : rank + 1] for name, own in batch.items()}) for rank in (0, 1)]
-        torch.autograd.backward(sum(parts) / 2)
+        torch.autograd.backward(torch.stack(parts).mean())
         if step == 0:
             for mine in (own for one in found for own in one.held):
                 whole = model.get_parameter(mine.name).grad

@@ -46,8 +46,8 @@ def _bf16_loop(case: Case) -> Record:
             moments[name] = [first.to(torch.bfloat16), second.to(torch.bfloat16)]
             scale = (second / (1 - _BETAS[1] ** step)).sqrt() + case.epsilon
             with torch.no_grad():
-                own -= _RATE * _DECAY * own
-                own -= _RATE * (first / (1 - _BETAS[0] ** step)) / scale
+                own.sub_(_RATE * _DECAY * own)
+                own.sub_(_RATE * (first / (1 - _BETAS[0] ** step)) / scale)
         model.zero_grad()
         losses.append(float(loss.detach()))
     return Record(losses, [], gradients, {name: own.detach().clone() for name, own in _named(model)})

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from dropping import equal, observed, with_dropout
 from experts_oracle import case as expert_case
 from experts_oracle import compare
@@ -195,7 +196,7 @@ def _sent(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, 
         model.forward_backward(given[0])
         counts = []
         with ExitStack() as stack:
-            for place, name in ((collectives.dist, "all_reduce"), (collectives, "_gather"), (collectives, _SCATTER)):
+            for place, name in ((dist, "all_reduce"), (collectives, "_gather"), (collectives, _SCATTER)):
                 counted = Mock(wraps=getattr(place, name))
                 stack.enter_context(patch.object(place, name, counted))
                 counts.append(counted)
@@ -276,7 +277,7 @@ def test_what_is_drawn_and_kept_moves_the_generator() -> None:
                 checkpoint(
                     run, given, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
                 ).sum().backward()
-        gradients.append([own.grad.clone() for own in model.parameters()])
+        gradients.append([own.grad.clone() for own in model.parameters()])  # type: ignore[union-attr]
     assert len(seen) >= 4
     assert equal(*gradients)
 
@@ -285,7 +286,7 @@ def test_a_result_that_is_changed_in_place_is_named() -> None:
     layer = nn.Linear(4, 4, bias=False)
 
     def run(given: Tensor) -> Tensor:
-        made = layer(given)
+        made: Tensor = layer(given)
         squared = made.relu().pow(2)
         made.detach().add_(1)
         return squared
@@ -354,7 +355,7 @@ def test_each_storage_goes_to_the_host_once_and_comes_back_a_layer_ahead(monkeyp
                     hidden = layer(hidden) * mask
             else:
                 hidden = layer(hidden) * mask
-        hidden.sum().backward()
+        torch.autograd.backward(hidden.sum())
         gradients.append([own.grad.clone() for layer in layers for own in layer.parameters()])  # type: ignore[union-attr]
     assert equal(*gradients)
     last = {number: max(place for place, what in enumerate(order) if what == f"fetch {number}") for number in (0, 1, 2)}
@@ -386,5 +387,6 @@ def _moved_bytes(case: Case, plan: galvatron.Plan, folder: Path, given: dict[str
     with patch.object(offload, "LEAST_BYTES", 0):
         model = build(case, plan, folder)
         model.forward_backward(given)
-    layers = model._pipeline.stage.stage_layers
-    return layers[1].saving.host.moved_bytes  # type: ignore[union-attr, no-any-return]
+    layers: Any = model._pipeline.stage.stage_layers
+    moved: int = layers[1].saving.host.moved_bytes
+    return moved

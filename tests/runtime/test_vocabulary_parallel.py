@@ -110,7 +110,7 @@ def _split_lookup(weight: Tensor, ids: Tensor, padding: int | None, gradient: Te
     assert dist.group.WORLD is not None
     words = _words(len(weight), dist.get_rank(), dist.get_world_size())
     mine = nn.Parameter(weight[words.start : words.stop].clone())
-    stock = nn.Embedding(*weight.shape, padding_idx=padding)
+    stock = nn.Embedding(len(weight), weight.shape[1], padding_idx=padding)
     vectors = SplitEmbedding(mine, words, stock, dist.group.WORLD)(ids)
     torch.autograd.backward(vectors, gradient)
     assert mine.grad is not None

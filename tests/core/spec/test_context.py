@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain, product
+from typing import Any
 
 import pytest
 
@@ -176,7 +177,7 @@ def test_sequences_divided_alike_stay_as_they_are() -> None:
     assert sequence_change(one, rows).gathered == (), "rows alone change"
 
 
-def _layer(**context: int) -> LayerSpec:
+def _layer(**context: Any) -> LayerSpec:
     return LayerSpec(
         name="decoder",
         parameters=1,

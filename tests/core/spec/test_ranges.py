@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,8 @@ from galvatron.planner.plan.render import plan_view
 LAYER = LayerSpec(
     name="block", parameters=10**6, forward_flops=10**9, split_activation_bytes=2**20, boundary_bytes=2**16
 )
+_ANY: Any = LAYER
+"""For figures of the wrong type."""
 TITANS = load_cluster("titan-rtx-8")
 
 
@@ -36,8 +39,8 @@ def _model(layer: LayerSpec, count: int = 4) -> ModelSpec:
         (lambda: replace(LAYER, boundary_bytes=10**18), "layer 'block': boundary_bytes is 1000000000000000000"),
         (lambda: replace(LAYER, parameters=-1), "parameters is -1; expected a whole number from 0"),
         (lambda: replace(LAYER, forward_flops=10**400), "forward_flops is an integer of more than 63 bits"),
-        (lambda: replace(LAYER, split_activation_bytes=float("nan")), "split_activation_bytes is nan"),
-        (lambda: replace(LAYER, transient_bytes="8GB"), "transient_bytes is '8GB'; expected a whole number"),
+        (lambda: replace(_ANY, split_activation_bytes=float("nan")), "split_activation_bytes is nan"),
+        (lambda: replace(_ANY, transient_bytes="8GB"), "transient_bytes is '8GB'; expected a whole number"),
         (lambda: replace(LAYER, tied_parameters=10**7), "tied_parameters is 10000000; expected at most its parameters"),
         (lambda: _model(LAYER, MOST_LAYERS + 1), "it has 2049 layers; expected at most 2048"),
         (lambda: Training(sequence_length=10**12), "sequence_length is 1000000000000; expected a whole number from 1"),

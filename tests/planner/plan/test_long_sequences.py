@@ -68,7 +68,8 @@ def test_files_of_other_plans_do_not_mention_it(options: dict[str, Any]) -> None
 
 def test_what_is_searched_by_default() -> None:
     def searched(length: int, **options: Any) -> bool:
-        request = request_for("llama3-8b", "h100-8", {"sequence_length": length, **options})
+        setup: Any = {"sequence_length": length, **options}
+        request = request_for("llama3-8b", "h100-8", setup)
         return request.effective_switches.context_parallel
 
     assert [searched(length) for length in (8192, 16383, 16384, _LONG)] == [False, False, True, True]

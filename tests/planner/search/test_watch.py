@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_wherever_it_is_stopped_the_bound_holds(trials: int) -> None:
 
 def test_brute_force_notices_a_bound_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: here the search says of every plan that nothing is left."""
-    right = outer.Proof
+    right: Any = outer.Proof
     monkeypatch.setattr(outer, "Proof", lambda *facts: right(*facts[:-1], 0.0))
     with pytest.raises(AssertionError):
         _gaps(10)
@@ -84,7 +85,7 @@ def test_a_plan_that_is_not_proven_says_so(tmp_path: Path) -> None:
     from galvatron.planner.plan.render import plan_view
 
     setup = Setup(batch=32, memory="4GiB")
-    stopped = galvatron.plan("bert-large", "titan-rtx-8", **setup, time_limit=1e-9)
+    stopped = galvatron.plan("bert-large", "titan-rtx-8", **Setup(batch=32, memory="4GiB", time_limit=1e-9))
     proven = galvatron.plan("bert-large", "titan-rtx-8", **setup)
     assert stopped.certificate is not None
     assert stopped.certificate.gap > 0
@@ -110,7 +111,7 @@ def test_a_limit_that_is_not_reached_changes_nothing() -> None:
 
 def test_only_a_long_search_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(watching.time, "monotonic", lambda: now)
+    monkeypatch.setattr("galvatron.planner.search.watch.time.monotonic", lambda: now)
     said: list[tuple[float, float | None]] = []
     watch = Watch(None, lambda elapsed_s, gap: said.append((elapsed_s, gap)))
     for now in (0.2, 0.9, 1.1, 1.2, 2.0):  # noqa: B007

@@ -91,11 +91,19 @@ def test_the_flags_of_a_strategy() -> None:
     without a grade of recompute, of which there is one at most."""
     for strategy in tree(8):
         grades = ("", "recompute", "selective_recompute", "recompute_but_attention", "offload")
+        either = (False, True)
         flagged = {
-            Strategy(strategy.axes, sequence_parallel=sequence, zero2=zero2, fused_loss=fused, **{grade: True})
-            if grade
-            else Strategy(strategy.axes, sequence_parallel=sequence, zero2=zero2, fused_loss=fused)
-            for grade, sequence, zero2, fused in product(grades, *[(False, True)] * 3)
+            Strategy(
+                strategy.axes,
+                sequence_parallel=sequence,
+                zero2=zero2,
+                fused_loss=fused,
+                recompute=grade == "recompute",
+                selective_recompute=grade == "selective_recompute",
+                recompute_but_attention=grade == "recompute_but_attention",
+                offload=grade == "offload",
+            )
+            for grade, sequence, zero2, fused in product(grades, either, either, either)
             if not (sequence and strategy.degree(Kind.TP) == 1)
             and not (fused and grade)
             and not (zero2 and (strategy.degree(Kind.DP) == 1 or strategy.degree(Kind.SDP) > 1))

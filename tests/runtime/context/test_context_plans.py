@@ -102,7 +102,8 @@ def test_each_kind(strategy: str, cut: bool, inputs: str) -> None:
         changes={**_EIGHT, "num_attention_heads": 16},
         tokens=tokens,
         micro_batches=2 if cut else 1,
-        **({inputs: True} if inputs else {}),
+        documents=inputs == "documents",
+        padding=inputs == "padding",
     )
 
 
