@@ -22,9 +22,12 @@ def _defects(seeds: range, bench: Workbench) -> list[str]:
     return [f"seed {own.seed}: {own.kind}: {own.said}" for own in outcomes if own.kind not in ("done", "refused")]
 
 
-def test_some_cases(bench: Workbench) -> None:
+def test_some_cases(bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is a defect, and none writes into the folder that the fuzzer was started in."""
+    monkeypatch.chdir(tmp_path)
     wrong = _defects(_SEEDS, bench)
     assert not wrong, "\n".join(wrong)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
