@@ -22,12 +22,20 @@ def _defects(seeds: range, bench: Workbench) -> list[str]:
     return [f"seed {own.seed}: {own.kind}: {own.said}" for own in outcomes if own.kind not in ("done", "refused")]
 
 
-def test_some_cases(bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is a defect, and none writes into the folder that the fuzzer was started in."""
-    monkeypatch.chdir(tmp_path)
+def test_some_cases(bench: Workbench) -> None:
     wrong = _defects(_SEEDS, bench)
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_written_where_the_fuzzer_was_started(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ("plan", "bert-tiny", "--cluster", "cpu-4", "--batch", "8", "--output", "here[1].json")
+    monkeypatch.setattr(bench, "case", lambda seed: (case, "a relative name"))
+    monkeypatch.chdir(tmp_path)
+    assert not _defects(range(1), bench)
     assert not list(tmp_path.iterdir())
+    assert (bench.folder / "here[1].json").exists()
 
 
 @pytest.mark.slow
