@@ -84,6 +84,9 @@ def pinned(limits: Limits | None, model: ModelSpec, space: Space, devices: int) 
                 "part of them; 'galvatron strategies' lists those that are"
             )
         if not model.allows(kinds[pin.layer], strategy):
-            raise InvalidInput(f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: heads or tokens do not divide")
+            raise InvalidInput(
+                f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: heads or tokens do not divide; 'galvatron "
+                "models MODEL' shows the heads of each kind"
+            )
         found.append((pin.layer, strategy))
     return tuple(found)
