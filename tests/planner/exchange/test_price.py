@@ -82,6 +82,9 @@ def test_what_is_near_is_said_and_what_is_unknown_named() -> None:
     for words in ("selective recompute of attention is priced as none", "fp16", "ZeRO-1", "4 chunks a stage",
                   "--overlap-grad-reduce"):  # fmt: skip
         assert words in said
+    eager = request_for(_MODEL, "a100:8", {**megatron_setup(FLAGS, 8), "attention": "eager"}).model
+    (maps,) = read_megatron(f"{FLAGS} --recompute-activations --overlap-grad-reduce", eager, 8).remarks
+    assert maps.endswith("the maps are priced as kept")
     parts = _read(f"{FLAGS} --recompute-granularity selective --recompute-modules layernorm moe_act")
     assert parts.layout.recompute is Recompute.SELECTIVE
     assert "layernorm, moe_act is priced as recompute of all but matrix products" in parts.remarks[0]

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import ONE_F_ONE_B, ModelSpec, Schedule
+from galvatron.core.spec import ONE_F_ONE_B, Attention, ModelSpec, Schedule
 from galvatron.core.spec.optimizer import ADAMW, SGD
 from galvatron.planner.exchange.flag_table import MODEL_FLAGS, Flags, flag_kind, parse_flags
 from galvatron.planner.exchange.interleaved import interleaved
@@ -228,9 +228,9 @@ def _recomputed(layout: Uniform, flags: Flags, model: ModelSpec) -> tuple[Unifor
         raise InvalidInput(f"from: --recompute-granularity {grade} given; expected full or selective")
     parts = set(flags.get("recompute-modules", ("core_attn",)))
     if parts == {"core_attn"}:
-        return layout, (
-            "selective recompute of attention is priced as none: fused attention keeps no maps that it could save",
-        )
+        fused = model.training.attention is Attention.FUSED
+        why = "fused attention keeps no maps that it could save" if fused else "the maps are priced as kept"
+        return layout, (f"selective recompute of attention is priced as none: {why}",)
     wanted = Recompute.BUT_ATTENTION if parts & _WHOLE_PARTS else Recompute.SELECTIVE
     known = all(
         block.selective is not None if wanted is Recompute.SELECTIVE else block.but_attention is not None
