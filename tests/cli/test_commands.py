@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,32 @@ def test_every_line_fits_a_terminal_of_80_columns(run: Run, tmp_path: Path, monk
     assert "tokens/s" in made.out
     assert "of peak (MFU)" in made.out
     assert "left to the allocator" in made.out
+
+
+def test_a_letter_stands_beside_its_strategy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However narrow the terminal: the legend's lines end between two entries."""
+    request = ("plan", "llama3-8b", "-c", "h100-8", "--batch", "128")
+    for width in ("80", "60", "44"):
+        monkeypatch.setenv("COLUMNS", width)
+        lines = [line for line in run(*request).out.splitlines() if re.match(r"  [A-D]  ", line)]
+        assert (len(lines) > 1) == (width != "80")
+        assert sum(len(re.findall(r"[A-D]  [ds]", line)) for line in lines) == 4
+        assert all(len(line.rstrip()) <= int(width) for line in lines)
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_no_escapes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "galvatron", "plan", "bert-tiny", "-c", "cpu-4", "--batch", "16"],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    shown = done.stdout.decode("ascii")
+    assert "on 4 x CPU process" in shown
+    assert "0-3 " in shown
+    assert "####......" in shown
+    assert "\\u" not in shown
 
 
 def test_a_pipe_gets_plain_text() -> None:
