@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import ModelSpec, Strategy
+from galvatron.core.spec import Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables, held_bytes
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
@@ -29,12 +29,6 @@ _FEW = 3
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
-
-
-def _attended(model: ModelSpec, strategy: Strategy) -> bool:
-    """Whether some layer with attention can take the context axes: others need no more than those (rule context-2)."""
-    attending = (kind.context for kind in model.kinds if kind.context is not None and kind.context.heads)
-    return strategy.context_degree == 1 or any(own.allows(strategy) for own in attending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
         every = space.strategies(devices)
-        needed = [each for each in every if _attended(cost.model, each)] or every
+        needed = [each for each in every if cost.model.attends(each)] or every
         # What none of the model's layers can take would only make tables longer.
         model, distinct = cost.model, {each.traits: each for each in needed}
         usable = {traits for traits, each in distinct.items() if any(model.allows(kind, each) for kind in model.kinds)}
