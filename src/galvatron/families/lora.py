@@ -79,15 +79,16 @@ def scale_at_rank(layer: nn.Module) -> None:
     of these: two passes over memory for each projection, which keep compilers from adding within the product, too."""
     for module in layer.modules():
         if adapter_of(module) is not None:
-            module.forward = MethodType(_adapted, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_adapted, module)
 
 
 def _adapted(module: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """W x + B (scaling · A x)."""
     own = Adapter(module.lora_A[_NAME], module.lora_B[_NAME], module.scaling[_NAME])
     result: Tensor = module.base_layer(tensor, *args, **kwargs)
-    low = own.down(module.lora_dropout[_NAME](tensor.to(own.down.weight.dtype)))
-    return result + own.up(low * own.scaling).to(result.dtype)
+    low: Tensor = own.down(module.lora_dropout[_NAME](tensor.to(own.down.weight.dtype)))
+    added: Tensor = own.up(low * own.scaling)
+    return result + added.to(result.dtype)
 
 
 def without_adapter(module: nn.Module) -> nn.Module:
