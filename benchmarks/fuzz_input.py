@@ -29,7 +29,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -453,7 +453,7 @@ def fuzz(seeds: Sequence[int], bench: Workbench) -> Iterator[Outcome]:
     for seed in seeds:
         args, drawn = bench.case(seed)
         began = time.process_time()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), chdir(bench.folder):  # what has a relative name is written there
             warnings.simplefilter("error")
             kind, status, said = _judged(lambda given=args: _run(given), args)  # type: ignore[misc]
         seconds = time.process_time() - began

@@ -26,6 +26,17 @@ def test_some_cases(bench: Workbench) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_is_written_where_the_fuzzer_was_started(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ("plan", "bert-tiny", "--cluster", "cpu-4", "--batch", "8", "--output", "here[1].json")
+    monkeypatch.setattr(bench, "case", lambda seed: (case, "a relative name"))
+    monkeypatch.chdir(tmp_path)
+    assert not _defects(range(1), bench)
+    assert not list(tmp_path.iterdir())
+    assert (bench.folder / "here[1].json").exists()
+
+
 @pytest.mark.slow
 def test_more_cases(bench: Workbench) -> None:
     wrong = _defects(range(1000, 2000), bench)

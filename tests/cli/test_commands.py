@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,16 +100,43 @@ def test_every_line_fits_a_terminal_of_80_columns(run: Run, tmp_path: Path, monk
         ("models",),
         ("models", "llama3-8b"),
         ("strategies", "--devices", "8"),
+        ("price", "llama3-8b", "-c", "h100-8", "--from", "megatron", "--bf16 --global-batch-size 16"),
     ]
     for done in (made, *(run(*command) for command in commands)):
         assert done.status == 0
         for line in done.out.splitlines():
             assert len(line.rstrip()) <= 80 or str(tmp_path) in line, line
-            assert "…" not in line or "batch" in line, line
+            assert "…" not in line or "batch" in line or "galvatron plan …" in line, line
     assert "8192 tokens a sample" in made.out
     assert "tokens/s" in made.out
     assert "of peak (MFU)" in made.out
     assert "left to the allocator" in made.out
+
+
+def test_a_letter_stands_beside_its_strategy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However narrow the terminal: the legend's lines end between two entries."""
+    request = ("plan", "llama3-8b", "-c", "h100-8", "--batch", "128")
+    for width in ("80", "60", "44"):
+        monkeypatch.setenv("COLUMNS", width)
+        lines = [line for line in run(*request).out.splitlines() if re.match(r"  [A-D]  ", line)]
+        assert (len(lines) > 1) == (width != "80")
+        assert sum(len(re.findall(r"[A-D]  [ds]", line)) for line in lines) == 4
+        assert all(len(line.rstrip()) <= int(width) for line in lines)
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_no_escapes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "galvatron", "plan", "bert-tiny", "-c", "cpu-4", "--batch", "16"],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    shown = done.stdout.decode("ascii")
+    assert "on 4 x CPU process" in shown
+    assert "0-3 " in shown
+    assert "####......" in shown
+    assert "\\u" not in shown
 
 
 def test_a_pipe_gets_plain_text() -> None:
@@ -213,6 +241,14 @@ def test_models_and_clusters_are_listed(run: Run) -> None:
         (("models", "bert"), "bert-base"),
         (("clusters", "h1000"), "h100"),
         (("clusters", "--toml"), "a100:2x8"),
+        (("clusters", "a100", "--toml", "--json"), "contradict each other"),
+        (("models", "bert-tiny", "--paper", "--precision", "bf16"), "--precision bf16 is asked for"),
+        (("plan", "bert-tiny", "-c", "titan-rtx-8", "--memory", "8"), "which is 8 bytes; say the unit: 8GB or 8GiB"),
+        (("plan", "bert-tiny", "-c", "titan-rtx-8", "--memory", "32GiB"), "32.0 GiB (34359738368 bytes) given"),
+        (
+            ("plan", "bert-tiny", "-c", "titan-rtx-8", "--pin", "encoder=tp4"),
+            "'galvatron models MODEL' shows the heads",
+        ),
     ],
 )
 def test_bad_input_is_explained_with_status_2(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -221,6 +257,18 @@ def test_bad_input_is_explained_with_status_2(run: Run, arguments: tuple[str, ..
     assert done.err.startswith("error: ")
     assert said in done.err
     assert not done.out
+
+
+def test_the_folder_of_a_page_is_checked_before_the_plan_is_read(run: Run) -> None:
+    for option in ("--html", "--trace"):
+        done = run("explain", "no-such-plan.json", option, "/no/such/folder/page")
+        assert "there is no folder '/no/such/folder'" in done.err
+
+
+def test_advice_is_not_what_was_given(run: Run) -> None:
+    full = run("plan", "bert-tiny", "-c", "cpu-4", "--pipeline", "3")
+    assert full.err.rstrip().endswith("whose pipelines have 1, 2, 4 stages; allow more")
+    assert "use --space full" in run("plan", "bert-tiny", "-c", "cpu-4", "--pipeline", "2", "--space", "dp").err
 
 
 def test_unknown_options_are_errors(run: Run) -> None:

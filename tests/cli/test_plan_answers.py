@@ -35,6 +35,8 @@ def test_tokens_and_price_say_days_and_cost() -> None:
     assert said["answer"]["cost"] == pytest.approx(2.5 * 8 * hours)
     text = _plan(*TINY, "--tokens", "1e9", "--price", "2.5", json_too=False)
     assert f"{8 * hours:,.0f} device-hours, {2.5 * 8 * hours:,.2f} in money" in text
+    per_money = said["throughput"] * 3600 / (8 * 2.5)
+    assert f"{per_money:,.0f} samples for 1 in money" in _plan(*TINY, "--price", "2.5", json_too=False)
     assert "no price is known (--price)" in _plan(*TINY, "--tokens", "1e9", json_too=False)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelProfile, ModelSpec
 from galvatron.families import load_cluster, load_profile
 from galvatron.measure import auto
@@ -50,6 +51,14 @@ def test_devices_then_layers_each_with_its_own_progress(events: list[str]) -> No
     ]
     assert request.profile == load_profile(_PROFILE)
     assert request.batch == 8
+
+
+def test_nothing_is_measured_for_a_name_that_is_no_models(events: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="unknown model 'bert-hug-32'; did you mean bert-huge-32"):
+        auto.request_here("bert-hug-32", Setup(batch=8))
+    with pytest.raises(InvalidInput, match="use at most 512"):
+        auto.request_here("bert-huge-32", Setup(batch=8, sequence_length=4096))
+    assert not events
 
 
 def test_layers_with_a_profile_are_not_measured(events: list[str]) -> None:

@@ -14,7 +14,7 @@ from parity import build, plan_for, spec_of
 from ranks import ranks
 from small_models import LAYERS, TOKENS, config
 from torch import Tensor
-from traffic import Sent, Traffic
+from traffic import Sent, Traffic, one_by_one
 
 import galvatron
 from galvatron.core.spec import Kind, TensorParallel
@@ -29,21 +29,9 @@ class _Layer:
 
 
 def _layers(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> list[_Layer]:
-    """On a rank: run layer after layer, each forward and backward by itself."""
-    model = build(case, plan, folder)
-    micro_batch = model._reader.local(batch).micro_batches[0]
-    stage = model._pipeline.stage
-    activations: tuple[Tensor, ...] = ()
-    found = []
-    for slot, portion, change in zip(stage.stage_layers, stage._portions, stage._changes, strict=True):
-        changed = activations if change is None else change(activations)
-        inputs = tuple(tensor.detach().requires_grad_() for tensor in changed)
-        with Traffic() as forward:
-            activations = slot(inputs, micro_batch.context(portion), (0, 0))
-        with Traffic() as backward:
-            torch.autograd.backward(activations, tuple(torch.ones_like(tensor) for tensor in activations))
-        found.append(_Layer(forward.sent, backward.sent))
-    return found
+    """On a rank: what each layer sends, run by itself."""
+    noted = one_by_one(build(case, plan, folder), batch, Traffic)
+    return [_Layer(forward.sent, backward.sent) for forward, backward in noted]
 
 
 def _strategies(family: str, flags: str) -> list[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Sent", "Traffic"]
+__all__ = ["Sent", "Traffic", "one_by_one"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +79,22 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def volume(self) -> float:
         return sum(one.volume for one in self.sent)
+
+
+def one_by_one(
+    model: Any, batch: dict[str, Tensor], noting: Callable[[], AbstractContextManager[T]]
+) -> list[tuple[T, T]]:
+    """On a rank: layer after layer, each forward and backward by itself, and what was noted of either."""
+    micro_batch = model._reader.local(batch).micro_batches[0]
+    stage = model._pipeline.stage
+    activations: tuple[Tensor, ...] = ()
+    found = []
+    for slot, portion, change in zip(stage.stage_layers, stage._portions, stage._changes, strict=True):
+        changed = activations if change is None else change(activations)
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in changed)
+        with noting() as forward:
+            activations = slot(inputs, micro_batch.context(portion), (0, 0))
+        with noting() as backward:
+            torch.autograd.backward(activations, tuple(torch.ones_like(tensor) for tensor in activations))
+        found.append((forward, backward))
+    return found

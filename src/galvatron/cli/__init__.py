@@ -5,6 +5,7 @@ Heavy imports (numpy, rich, pydantic) happen inside the verbs, so that ``galvatr
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -74,11 +75,27 @@ def _options(
     """Finds the provably fastest way to train a Transformer on the GPUs you have."""
 
 
+_PLAIN = str.maketrans(
+    {"█": "#", "░": ".", "–": "-", "−": "-", "×": "x", "…": "...", "→": "->", "·": "*", "µ": "u", "─": "-", "│": "|",
+     "├": "|", "└": "`", "≤": "<=", "≥": ">=", "²": "^2"}
+)  # fmt: skip
+"""What our own texts have, in ASCII."""
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    """What a stream writes for characters that its encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end].translate(_PLAIN)
+    return lacking.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
 def main() -> None:
     """Run a command; an error meant for users is printed without a traceback, with its exit status."""
+    codecs.register_error("plain", _in_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
+            stream.reconfigure(errors="plain")  # names of files may be any bytes, and a terminal may know ASCII alone
     try:
         app(prog_name="galvatron")
     except GalvatronError as error:

@@ -25,6 +25,8 @@ def command(
     """List the clusters known by name, or show the devices and links of one."""
     from galvatron.families import cluster_names, load_cluster
 
+    if toml and as_json:
+        raise InvalidInput("--toml and --json contradict each other; give one of them")
     clusters = [load_cluster(name) for name in ([cluster] if cluster else cluster_names())]
     if toml:
         if cluster is None:

@@ -31,6 +31,8 @@ def command(
     from galvatron.planner.plan.explain import explain, time_shares
     from galvatron.planner.plan.plan import Plan
 
+    opt.checked_folder(html, "html")
+    opt.checked_folder(trace, "trace")
     read = Plan.load(plan)
     if trace is not None:
         _write_trace(read, trace)

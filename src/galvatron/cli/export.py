@@ -19,7 +19,7 @@ def command(
         typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A step's folder, or a run's, whose newest step is taken."),
     ],
     out: Annotated[str | None, typer.Argument(metavar="[OUTPUT]", help="The folder to make.")] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="The same.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="The folder to make, as an option.")] = None,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the low-rank adapters, as peft writes them; else they are merged.")
     ] = False,

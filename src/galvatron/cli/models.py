@@ -15,8 +15,8 @@ __all__ = ["command"]
 
 def command(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Show one model's layers.")] = None,
-    precision: opt.PrecisionKind = "fp32",
-    attention: opt.AttentionKind = "fused",
+    precision: Annotated[str | None, typer.Option(help="fp32 (default), tf32 or bf16.")] = None,
+    attention: opt.AttentionKind = None,
     paper: Annotated[bool, typer.Option("--paper", help="fp32 with the paper's attention, as its Table 1.")] = False,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens a sample (default: the model's own).")] = None,
     image_size: Annotated[int | None, typer.Option(help=help_of("image_size"))] = None,
@@ -35,6 +35,11 @@ def command(
     opt.checked_file(output, ".json", "my-model")
     if output is not None and model is None:
         raise InvalidInput(f"output: {output!r} given without a model; name the model whose facts it is to hold")
+    if paper and (precision not in (None, "fp32") or attention not in (None, "paper")):
+        given = ", ".join(
+            f"--{name} {own}" for name, own in (("precision", precision), ("attention", attention)) if own
+        )
+        raise InvalidInput(f"--paper is fp32 with the paper's attention, but {given} is asked for; drop one of the two")
     training = training_of(
         Setup(
             precision=precision,
@@ -64,7 +69,7 @@ def command(
     from galvatron.planner.plan.tables import layers_view, models_view
 
     if model:
-        opt.show(layers_view(specs[0]))
+        opt.show(layers_view(specs[0]), *([] if output is None else [f"written to {output}; plan with that file"]))
         return
     from rich.text import Text
 

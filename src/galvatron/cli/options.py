@@ -32,6 +32,7 @@ __all__ = [
     "Virtual",
     "arranged",
     "checked_file",
+    "checked_folder",
     "need_torch",
     "print_json",
     "show",
@@ -56,7 +57,9 @@ ClusterSource = Annotated[
 ClusterHere = Annotated[
     str,
     typer.Option(
-        "--cluster", "-c", help="rtx4090:4, a100:2x8 ('galvatron clusters'), a .toml file, or auto: measure here."
+        "--cluster",
+        "-c",
+        help="rtx4090:4, a100:2x8 ('galvatron clusters'), a .toml file, or auto: measure here; several by commas.",
     ),
 ]
 PrecisionKind = Annotated[str | None, typer.Option("--precision", help=help_of("precision"))]
@@ -192,9 +195,13 @@ def checked_file(name: str | None, suffix: str, what: str) -> None:
         return
     if not name.endswith(suffix):
         raise InvalidInput(f"output: {name!r} given; expected a name that ends in {suffix}, such as {what}{suffix}")
-    folder = Path(name).parent
-    if not folder.is_dir():
-        raise InvalidInput(f"output: cannot write {name!r}: there is no folder {str(folder)!r}")
+    checked_folder(name, "output")
+
+
+def checked_folder(name: str | None, option: str) -> None:
+    """Whether the folder of a file that is to be written exists."""
+    if name is not None and not Path(name).parent.is_dir():
+        raise InvalidInput(f"{option}: cannot write {name!r}: there is no folder {str(Path(name).parent)!r}")
 
 
 def write_file(name: str | None, content: str) -> None:

@@ -43,7 +43,9 @@ def command(
     price: Annotated[
         float | None, typer.Option(help="What an hour of a device costs (default: the cluster's).")
     ] = None,
-    by: Annotated[str, typer.Option(help="Of several clusters the best by speed, or by price: most for it.")] = _SPEED,
+    by: Annotated[
+        str, typer.Option(help="Which of several clusters is chosen: speed, the fastest; price, most samples for it.")
+    ] = _SPEED,
     top: Annotated[int | None, typer.Option(help="Show the best so many plans that differ in kind.")] = None,
     fewest_devices: Annotated[
         bool, typer.Option("--fewest-devices", help="Say on how few of the cluster's devices the model fits.")
@@ -68,13 +70,14 @@ def command(
     said = answer(plan, tokens, price)
     if output:
         plan.save(output)
+    asked = tokens is not None or price is not None
     if as_json:
-        asked = {"answer": answer_entry(said)} if tokens is not None or price is not None else {}
-        opt.print_json({**plan.to_dict(), "search_s": search_s, **asked, **entries})
+        answers = {"answer": answer_entry(said)} if asked else {}
+        opt.print_json({**plan.to_dict(), "search_s": search_s, **answers, **entries})
         return
     from galvatron.planner.plan.render import plan_view
 
-    opt.show(plan_view(plan), *([answer_view(said)] if tokens is not None else []), *views)
+    opt.show(plan_view(plan), *([answer_view(said)] if asked else []), *views)
     opt.show(f"search took {search_s * 1e3:.0f} ms")
     if output:
         opt.show(f"written to {output}; 'galvatron explain {output}' says why")

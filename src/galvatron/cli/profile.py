@@ -79,7 +79,7 @@ def model_command(
     from galvatron.measure.auto import AUTO
     from galvatron.measure.clusters import profile_cluster
     from galvatron.measure.layers import profile_model
-    from galvatron.measure.models import load_any_model
+    from galvatron.measure.models import check_name, load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
     from galvatron.processes.virtual import virtual_gpus
@@ -89,6 +89,7 @@ def model_command(
     setup = Setup(
         precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length, compile=compiled
     )
+    check_name(model, training_of(setup))
     with virtual_gpus(virtual):
         with shown_progress("cluster") as progress:
             where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)

@@ -75,7 +75,7 @@ def parse_flops(value: str | int | float, *, where: str = "rate") -> float:
 
 def parse_seconds(value: str | int | float, *, where: str = "time") -> float:
     """Read a time: ``20us``, ``1.5ms``, ``2s``, ``5min``, or seconds."""
-    number, unit = _split(value, where, "a time such as 20us or 1.5ms")
+    number, unit = _split(value, where, "a time such as 1.5ms, 2s or 5min")
     if unit not in _SECONDS:
         raise InvalidInput(f"{where}: {value!r} is not a time; write for example 20us, 1.5ms, 2s or 5min")
     return number * _SECONDS[unit]

@@ -11,10 +11,10 @@ from typing import Any
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layers import profile_model
-from galvatron.measure.models import load_any_model
-from galvatron.planner.plan.options import Setup
+from galvatron.measure.models import check_name, load_any_model
+from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.planner import Request
-from galvatron.planner.plan.setup import request_for
+from galvatron.planner.plan.setup import request_for, training_of
 from galvatron.processes.job import Progress
 
 __all__ = ["AUTO", "request_here"]
@@ -41,6 +41,7 @@ def request_here(
     ``devices``: how many of the machine's; None: all. ``measuring``: shows what is measured, and how far it has come.
     ``fresh``: nothing comes from the cache.
     """
+    check_name(model, training_of(checked_setup(setup)))
     with measuring("devices and links") as progress:
         cluster = profile_cluster(devices, fresh=fresh, progress=progress)
     request = request_for(model, cluster, setup, load_any_model)

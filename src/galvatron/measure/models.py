@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from galvatron.families import load_model
 from galvatron.families.huggingface import UnknownArchitecture
 from galvatron.measure import cache
 
-__all__ = ["load_any_model", "model_of_text"]
+__all__ = ["check_name", "load_any_model", "model_of_text"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +31,13 @@ def load_any_model(source: str | Path | dict[str, Any], training: Training) -> M
     architecture of transformers that can be traced, and with parameters frozen."""
     spec = _load(source, training.untuned())
     return _tuned(spec, training) if training.tunes else spec
+
+
+def check_name(source: Any, training: Training) -> None:
+    """Raise for a name that is no model's and no file's, before minutes are spent on measuring for it."""
+    if isinstance(source, str) and not os.path.exists(source):
+        with suppress(UnknownArchitecture):
+            load_model(source, training.untuned())
 
 
 def model_of_text(text: str, file: str, training: Training) -> ModelSpec:

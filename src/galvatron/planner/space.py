@@ -216,9 +216,10 @@ class Space:
         usable = tuple(each for each in left if self._dense(devices // each))
         if not usable:
             stages = ", ".join(map(str, every))
+            wider = "" if self.name == "full" else ", or use --space full"
             raise InvalidInput(
                 f"{self.limits}: nothing is left of space {self.name!r} on {devices} devices, whose pipelines have "
-                f"{stages} stages; allow more, or use --space full"
+                f"{stages} stages; allow more{wider}"
             )
         return usable
 

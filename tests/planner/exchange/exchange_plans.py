@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from sparse_layer import sparse_layer
+
 from galvatron.planner.exchange.export import Export, export_plan, target_named
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.plan import Plan
@@ -25,7 +27,7 @@ _LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _LARGE = {**_LLAMA, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008, "num_hidden_layers": 30}
-_EXPERTS = """
+_EXPERTS = f"""
 name = "experts"
 
 [[layers]]
@@ -34,34 +36,15 @@ parameters = 65_000_000
 forward_flops = 1e6
 activation_bytes = "8MiB"
 boundary_bytes = "8MiB"
-tensor_parallel = { heads = 16 }
-
-[[layers]]
-name = "block"
-count = 4
-parameters = 850_000_000
-forward_flops = 300e9
-split_activation_bytes = "96MiB"
-replicated_activation_bytes = "48MiB"
-boundary_bytes = "8MiB"
-tensor_parallel = { heads = 16 }
-
-[layers.experts]
-count = 8
-parameters = 800_000_000
-forward_flops = 100e9
-activation_bytes = "32MiB"
-replicated_activation_bytes = "16MiB"
-dispatch_bytes = "16MiB"
-divides = [4096]
-
+tensor_parallel = {{ heads = 16 }}
+{sparse_layer("block", count=4, experts=8)}
 [[layers]]
 name = "head"
 parameters = 65_000_000
 forward_flops = 100e9
 activation_bytes = "64MiB"
 boundary_bytes = "1KiB"
-tensor_parallel = { heads = 16 }
+tensor_parallel = {{ heads = 16 }}
 """
 
 PLANS: dict[str, tuple[dict[str, Any] | str, str, Setup]] = {

@@ -242,6 +242,25 @@ def test_as_few_blocks_as_fit_are_recomputed() -> None:
     assert _needed(plan) > plan.memory_budget_bytes
 
 
+def test_deepspeed_divides_the_states_of_sgd_only_when_told_to() -> None:
+    """Its engine stops at an optimizer that it has no list entry for (``zero_allow_untested_optimizer``)."""
+    model, cluster, setup = PLANS["all fits"]
+    request = request_for(model, cluster, Setup(**{**setup, "optimizer": "sgd"}))
+    for strategy, stage in (("dp4", 0), ("sdp4", 3)):
+        plan = priced(request, [[strategy] * len(request.model.layers)], micro_batches=1)
+        said = json.loads(export_plan(plan, target_named("deepspeed"), strict=True).text)
+        assert said["zero_optimization"]["stage"] == stage
+        assert said.get("zero_allow_untested_optimizer", False) == (stage > 0)
+
+
+def test_a_model_that_torchtitan_does_not_have_is_named() -> None:
+    for name, missing in (("bert-tiny", True), ("llama-tiny", False)):
+        request = request_for(name, "a100:1", Setup(batch=8, precision="bf16"))
+        stages = [["single" + "+fl" * (layer.fused_loss is not None) for layer in request.model.layers]]
+        export = export_plan(priced(request, stages, micro_batches=1), target_named("torchtitan"))
+        assert any("has no recipe" in note for note in export.notes) == missing
+
+
 def test_yaml_is_read_as_it_was_meant() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     content = {"a": {"b": 1, "c": [["x.0", "y"], ["z"]], "d": {"e": False}}, "f": "full: #1", "g": 1.5}

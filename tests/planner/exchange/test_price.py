@@ -82,6 +82,9 @@ def test_what_is_near_is_said_and_what_is_unknown_named() -> None:
     for words in ("selective recompute of attention is priced as none", "fp16", "ZeRO-1", "4 chunks a stage",
                   "--overlap-grad-reduce"):  # fmt: skip
         assert words in said
+    eager = request_for(_MODEL, "a100:8", {**megatron_setup(FLAGS, 8), "attention": "eager"}).model
+    (maps,) = read_megatron(f"{FLAGS} --recompute-activations --overlap-grad-reduce", eager, 8).remarks
+    assert maps.endswith("the maps are priced as kept")
     parts = _read(f"{FLAGS} --recompute-granularity selective --recompute-modules layernorm moe_act")
     assert parts.layout.recompute is Recompute.SELECTIVE
     assert "layernorm, moe_act is priced as recompute of all but matrix products" in parts.remarks[0]
@@ -107,6 +110,12 @@ WRONG = [
     ("--recompute-granularity some", "expected full or selective"),
     ("--optimizer muon", "--optimizer muon cannot be priced"),
     ("4 --micro-batch-size 1", "'4' given before any flag"),
+    ("--tensor-model-parallel-size ²", "² given; expected a whole number"),
+    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*999999999999|L", "expected E, 8 times t"),
+    (f"{FLAGS} --pipeline-model-parallel-layout t*4|t*4", "expected E, 8 times t, and L"),
+    (f"{FLAGS} --pipeline-model-parallel-layout t*4EL|t*4", "expected E, 8 times t, and L"),
+    ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t*8||L", "the stages get 0, 8, 0, 0 blocks"),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 40", "8 blocks do not divide into 2 stages"),
     ("--lr 'x", "the flags cannot be read"),
 ]
 
@@ -124,10 +133,19 @@ WRONG_ELSEWHERE = [
     ("torchtitan", f"{TITAN} --parallelism.pipeline_parallel_schedule ZBVZeroBubble", "ZBVZeroBubble cannot be priced"),
     ("torchtitan", f"{TITAN} activation-checkpoint:memory-budget", "'memory-budget' cannot be priced"),
     ("torchtitan", "[training", "neither options nor TOML"),
+    ("torchtitan", f"{TITAN} --parallelism.tensor_parallel_degre 2", "did you mean --parallelism.tensor"),
+    ("torchtitan", f"{TITAN} --training.enable_cpu_offload", "enable_cpu_offload cannot be priced"),
+    ("torchtitan", f"{TITAN} --parallelism.pipeline_parallel_schedule_csv a.csv", "schedule_csv cannot be priced"),
+    ("torchtitan", f"{TITAN} --parallelism.module_fqns_per_model_part", "module_fqns_per_model_part is True; expected"),
+    ("torchtitan", f"{TITAN} --parallelism.pipeline_parallel_first_stage_less_layers 20", "stages get -5, 13 blocks"),
+    ("torchtitan", f"{TITAN} --parallelism.pipeline_parallel_microbatch_size 3", "4 is no multiple of .* 3; torch"),
+    ("torchtitan", "--training.local_batch_size ²", "local_batch_size is '²'; expected a whole number"),
     ("deepspeed", "{", "is no JSON"),
     ("deepspeed", "{}", "neither train_batch_size nor train_micro_batch_size_per_gpu"),
     ("deepspeed", '{"train_batch_size": "auto"}', "expected a whole number .not auto"),
     ("deepspeed", '{"train_batch_size": 12}', "DeepSpeed would refuse it too"),
+    ("deepspeed", '{"train_batch_size": 16, "zero_optimisation": {"stage": 3}}', "did you mean zero_optimization"),
+    ("deepspeed", '{"train_batch_size": 16, "fp16": {"enabled": "auto"}}', "fp16.enabled is 'auto'; expected true or"),
     ("deepspeed", '{"train_batch_size": 16, "zero_optimization": {"stage": 4}}', "stage 4 given; expected 0 to 3"),
     (
         "deepspeed",
@@ -157,10 +175,14 @@ def test_layouts_of_torchtitan_and_deepspeed() -> None:
     older += '[activation_checkpoint]\nmode = "full"'
     toml = source_named("torchtitan").read(older, model, 8).layout
     assert (toml.tensor, toml.shards, toml.sharding, toml.recompute) == (2, 4, Sharding.PARAMETERS, Recompute.FULL)
+    steps = source_named("torchtitan").read(f"{TITAN} --training.global_batch_size 32", model, 8)
+    assert "drains after each of 2 accumulation steps" in " ".join(steps.remarks)
     speed = source_named("deepspeed").read(
         '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "x": 1}', model, 8
     )
     assert (speed.layout.micro_batches, speed.layout.sharding, speed.unknown) == (2, Sharding.NONE, ("x",))
+    older = '{"train_batch_size": 32, "bfloat16": {"enabled": true}}'
+    assert source_named("deepspeed").setup(older, 8)["precision"] == "bf16"
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
@@ -258,6 +280,7 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert said["best"]["throughput"] >= said["same_system"]["throughput"] * (1 - 1e-9) > 0
     assert _run(monkeypatch, "price", model, "-c", "a100:1", "--from", "megatron", "--micro-batch-size 1 --new 2") == 0
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:7])) < 80  # the table is as wide as a terminal
     assert "It fits" in shown
     assert "Not known to us, and not priced: --new." in shown
     assert _run(monkeypatch, "price", model, "-c", "a100:4", "--from", "megatron", str(tmp_path / "no")) == 2

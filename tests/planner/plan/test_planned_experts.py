@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from sparse_layer import sparse_layer
 
 import galvatron
 from galvatron.core.errors import InvalidInput
@@ -16,7 +17,7 @@ from galvatron.planner.plan.explain import explain
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.render import explanation_view
 
-MODEL = """
+MODEL = f"""
 name = "few-experts"
 
 [[layers]]
@@ -26,27 +27,8 @@ parameters = 50_000_000
 forward_flops = 200e9
 activation_bytes = "64MiB"
 boundary_bytes = "8MiB"
-tensor_parallel = { heads = 16 }
-
-[[layers]]
-name = "sparse"
-count = 6
-parameters = 850_000_000
-forward_flops = 300e9
-split_activation_bytes = "96MiB"
-replicated_activation_bytes = "48MiB"
-boundary_bytes = "8MiB"
-tensor_parallel = { heads = 16 }
-
-[layers.experts]
-count = 16
-parameters = 800_000_000
-forward_flops = 100e9
-activation_bytes = "32MiB"
-replicated_activation_bytes = "16MiB"
-dispatch_bytes = "16MiB"
-divides = [4096]
-"""
+tensor_parallel = {{ heads = 16 }}
+{sparse_layer("sparse", count=6, experts=16)}"""
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from parity import build, plan_for, spec_of
 from ranks import ranks
 from small_models import config
 from torch import Tensor
+from traffic import one_by_one
 
 import galvatron
 from galvatron.core.spec import Kind, Strategy
@@ -34,8 +35,9 @@ class _Sent:
 
 
 @contextmanager
-def _noted(sent: _Sent) -> Iterator[None]:
+def _noted() -> Iterator[_Sent]:
     """Below operators of ours, inside of which torch's dispatch modes see nothing."""
+    sent = _Sent()
     all_to_all, batch = collectives.all_to_all, dist.batch_isend_irecv
 
     def exchange(tensor: Tensor, *rest: Any) -> Any:
@@ -47,26 +49,12 @@ def _noted(sent: _Sent) -> Iterator[None]:
         return batch(operations)
 
     with patch.object(collectives, "all_to_all", exchange), patch.object(dist, "batch_isend_irecv", send):
-        yield
+        yield sent
 
 
 def _layers(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor]) -> list[tuple[_Sent, _Sent]]:
     """On a rank: what each layer sends in forward and in backward, run by itself."""
-    model = build(case, plan, folder)
-    micro_batch = model._reader.local(batch).micro_batches[0]
-    stage = model._pipeline.stage
-    activations: tuple[Tensor, ...] = ()
-    found = []
-    for slot, portion, change in zip(stage.stage_layers, stage._portions, stage._changes, strict=True):
-        changed = activations if change is None else change(activations)
-        inputs = tuple(tensor.detach().requires_grad_() for tensor in changed)
-        forward, backward = _Sent(), _Sent()
-        with _noted(forward):
-            activations = slot(inputs, micro_batch.context(portion), (0, 0))
-        with _noted(backward):
-            torch.autograd.backward(activations, tuple(torch.ones_like(tensor) for tensor in activations))
-        found.append((forward, backward))
-    return found
+    return one_by_one(build(case, plan, folder), batch, _noted)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class LayerSwitches:
             "switch": Switch(
                 text="rc",
                 title="recompute",
-                help="Activation recomputation, chosen layer by layer; without it no grades of it.",
+                help="Activation recomputation, chosen layer by layer; --no-recompute leaves out its two grades too.",
                 note="recomputed in backward",
                 remedy="keep only each layer's input and run forward again",
             )
@@ -264,7 +264,7 @@ class Switches(LayerSwitches):
         metadata={
             "switch": Switch(
                 title="expert parallelism",
-                help="Axes of their own for the experts of a layer.",
+                help="Expert parallelism: the experts of a layer are divided over devices on their own.",
                 space_needs=frozenset({Kind.EP}),
                 remedy="keep each expert on some of the devices and send its tokens there",
             )

@@ -26,6 +26,8 @@ def config_of(layout: Uniform, model: ModelSpec) -> dict[str, Any]:
         "zero_optimization": {"stage": STAGES[layout.sharding] if layout.data > 1 else 0, "overlap_comm": True},
         "bf16": {"enabled": model.training.precision is Precision.BF16},
     }
+    if model.training.optimizer == SGD.name and config["zero_optimization"]["stage"]:
+        config["zero_allow_untested_optimizer"] = True  # without it DeepSpeed divides the states of no SGD
     if layout.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tensor}
     return config

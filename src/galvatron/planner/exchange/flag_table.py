@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from galvatron.core.errors import InvalidInput
+from galvatron.planner.exchange.reading import check_spelling
 
 __all__ = ["LAYOUT_FLAGS", "MODEL_FLAGS", "Flags", "flag_kind", "parse_flags"]
 
@@ -99,9 +99,7 @@ def parse_flags(text: str) -> dict[str, tuple[str, ...]]:
         if name in _REFUSED:
             raise InvalidInput(f"from: --{name} cannot be priced: {_REFUSED[name]}; drop it")
         if flag_kind(name) == "unknown":
-            close = difflib.get_close_matches(name, [*LAYOUT_FLAGS, *MODEL_FLAGS], n=1, cutoff=0.85)
-            if close:
-                raise InvalidInput(f"from: --{name} is no flag of Megatron-LM; did you mean --{close[0]}?")
+            check_spelling(name, [*LAYOUT_FLAGS, *MODEL_FLAGS], "Megatron-LM", "--")
     return found
 
 

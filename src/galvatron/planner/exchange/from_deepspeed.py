@@ -9,7 +9,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, ModelSpec
 from galvatron.core.spec.optimizer import ADAMW, SGD
 from galvatron.planner.exchange.deepspeed import STAGES
-from galvatron.planner.exchange.reading import Reading
+from galvatron.planner.exchange.reading import Reading, check_spelling
 from galvatron.planner.exchange.uniform import Sharding, Uniform, check_shape
 from galvatron.planner.plan.options import Setup
 
@@ -17,7 +17,7 @@ __all__ = ["deepspeed_setup", "read_deepspeed"]
 
 _PRICED = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "bf16",
-    "fp16", "tensor_parallel", "optimizer",
+    "bfloat16", "fp16", "tensor_parallel", "optimizer",
 })  # fmt: skip
 _NO_PART = frozenset({
     "scheduler", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "dump_state", "tensorboard", "wandb",
@@ -35,7 +35,7 @@ def deepspeed_setup(text: str, devices: int) -> Setup:
     """What a configuration says of training."""
     config = _config(text)
     tensor = _tensor(config, devices)
-    half = any(_section(config, name).get("enabled") for name in ("bf16", "fp16"))
+    half = any(_enabled(config, name) for name in ("bf16", "bfloat16", "fp16"))  # the second is the older name
     optimizer = str(_section(config, "optimizer").get("type", "AdamW")).lower()
     if optimizer not in ("adam", "adamw", "sgd"):
         raise InvalidInput(f"from: optimizer.type {optimizer!r} cannot be priced; expected Adam, AdamW or SGD")
@@ -77,9 +77,11 @@ def read_deepspeed(text: str, model: ModelSpec, devices: int) -> Reading:
     remarks = ["the file does not say what is recomputed: priced as nothing"]
     if tensor > 1:
         remarks.append("AutoTP is priced with a split vocabulary and without sequence parallelism")
-    if _section(config, "fp16").get("enabled"):
+    if _enabled(config, "fp16"):
         remarks.append("fp16 is priced as bf16, whose bytes and speed are the same")
     keys = [key for key in config if key not in _PRICED | _NO_PART]
+    for key in keys:
+        check_spelling(key, _PRICED, "DeepSpeed")
     inside = [f"zero_optimization.{key}" for key in zero if key not in _ZERO]
     return Reading(
         layout=layout,
@@ -105,6 +107,15 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise InvalidInput(f"from: {name} is {section!r}; expected an object")
     return section
+
+
+def _enabled(config: dict[str, Any], name: str) -> bool:
+    value = _section(config, name).get("enabled", False)
+    if not isinstance(value, bool):
+        raise InvalidInput(
+            f"from: {name}.enabled is {value!r}; expected true or false (not auto, which its trainer fills in)"
+        )
+    return value
 
 
 def _whole(section: dict[str, Any], name: str, default: int) -> int:

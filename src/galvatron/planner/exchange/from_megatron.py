@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import ONE_F_ONE_B, ModelSpec, Schedule
+from galvatron.core.spec import ONE_F_ONE_B, Attention, ModelSpec, Schedule
 from galvatron.core.spec.optimizer import ADAMW, SGD
 from galvatron.planner.exchange.flag_table import MODEL_FLAGS, Flags, flag_kind, parse_flags
 from galvatron.planner.exchange.interleaved import interleaved
-from galvatron.planner.exchange.reading import Reading
+from galvatron.planner.exchange.reading import Reading, check_stages, is_whole
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform, check_shape
 from galvatron.planner.plan.options import Setup
 
@@ -58,6 +58,7 @@ def read_megatron(text: str, model: ModelSpec, devices: int) -> Reading:
             f"ranks ({sample}); Megatron-LM would refuse it too"
         )
     chunks, blocks = _cuts(flags, pipeline, len(model.layers) - 2)
+    check_stages(blocks)
     sharding = _sharding(flags) if data > 1 else Sharding.NONE
     expert = _number(flags, "expert-model-parallel-size", 1)
     expert_tensor = _number(flags, "expert-tensor-parallel-size", tensor)
@@ -91,7 +92,7 @@ def _number(flags: Flags, name: str, default: int) -> int:
     values = flags.get(name)
     if values is None:
         return default
-    if len(values) != 1 or not values[0].isdigit() or not int(values[0]):
+    if len(values) != 1 or not is_whole(values[0]) or not int(values[0]):
         raise InvalidInput(f"from: --{name} {' '.join(values)} given; expected a whole number from 1 on")
     return int(values[0])
 
@@ -186,8 +187,9 @@ def _cuts(flags: Flags, pipeline: int, blocks: int) -> tuple[int, tuple[int, ...
     left = blocks + fewer_first + fewer_last - first - last
     if middle < 0 or left < 0 or (left % middle if middle else left):
         raise InvalidInput(
-            f"from: {left} blocks do not divide into {middle} stages; say --decoder-first-pipeline-num-layers, "
-            "--decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+            f"from: {blocks} blocks do not divide into {pipeline} stages as the flags say; change "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+            "--pipeline-model-parallel-layout"
         )
     counts = [*([first] * bool(first)), *([left // middle if middle else 0] * middle), *([last] * bool(last))]
     counts[0] -= fewer_first
@@ -198,10 +200,11 @@ def _cuts(flags: Flags, pipeline: int, blocks: int) -> tuple[int, tuple[int, ...
 def _written_cuts(text: str, pipeline: int, blocks: int) -> tuple[int, tuple[int, ...]]:
     """``Et*3|(tt|)*2tL``: of parts in turn the stages' chunks."""
     whole = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for pattern in (r"\(([^)]+)\)\*([0-9]{1,3})(?![0-9])", r"(.)\*([0-9]{1,3})(?![0-9])"):
         whole = re.sub(pattern, lambda match: match[1] * int(match[2]), whole)
     parts = whole.split("|")
-    if set(whole) - set("EtL|") or len(parts) % pipeline or whole.count("t") != blocks:
+    in_order = re.fullmatch(r"E[t|]*L", whole) is not None
+    if not in_order or len(parts) % pipeline or whole.count("t") != blocks:
         raise InvalidInput(
             f"from: --pipeline-model-parallel-layout {text} given; expected E, {blocks} times t, and L in a multiple "
             f"of {pipeline} parts"
@@ -225,9 +228,9 @@ def _recomputed(layout: Uniform, flags: Flags, model: ModelSpec) -> tuple[Unifor
         raise InvalidInput(f"from: --recompute-granularity {grade} given; expected full or selective")
     parts = set(flags.get("recompute-modules", ("core_attn",)))
     if parts == {"core_attn"}:
-        return layout, (
-            "selective recompute of attention is priced as none: fused attention keeps no maps that it could save",
-        )
+        fused = model.training.attention is Attention.FUSED
+        why = "fused attention keeps no maps that it could save" if fused else "the maps are priced as kept"
+        return layout, (f"selective recompute of attention is priced as none: {why}",)
     wanted = Recompute.BUT_ATTENTION if parts & _WHOLE_PARTS else Recompute.SELECTIVE
     known = all(
         block.selective is not None if wanted is Recompute.SELECTIVE else block.but_attention is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B, ModelSpec
-from galvatron.planner.exchange.reading import Reading
+from galvatron.planner.exchange.reading import Reading, check_spelling, check_stages, is_whole
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform, check_shape
 from galvatron.planner.plan.options import Setup
 
@@ -29,6 +29,15 @@ _NO_PART = (
     "dump_folder", "training.steps", "training.max_norm", "training.dataset", "training.seed", "training.gc_",
     "training.disable_cuda_graphs", "activation_checkpoint.",
 )  # fmt: skip
+_REFUSED = {
+    "training.enable_cpu_offload": "states on the host are not priced",
+    "parallelism.pipeline_parallel_schedule_csv": "a schedule in a file is not read",
+}
+_UNPRICED = (
+    "compile.", "float8.", "mx.", "quantize.", "parallelism.enable_", "parallelism.expert_tensor_parallel_degree",
+    "parallelism.pipeline_parallel_layers_per_stage", "training.mixed_precision_reduce", "training.dtype",
+)  # fmt: skip
+"""Beginnings of those that change the speed or the memory of a run by what is not priced."""
 _SCHEDULES = {"1f1b": ONE_F_ONE_B, "gpipe": GPIPE}
 _GRADES = {"none": Recompute.NONE, "full": Recompute.FULL, "selective": Recompute.SELECTIVE}
 
@@ -57,24 +66,34 @@ def read_torchtitan(text: str, model: ModelSpec, devices: int) -> Reading:
     batch = _batch(options, data)
     local = _whole(options, "training.local_batch_size", 0)
     sample = _whole(options, "parallelism.pipeline_parallel_microbatch_size", 1) if pipeline > 1 else local
-    if batch % (sample * data):
-        raise InvalidInput(f"from: {batch} samples are no multiple of {sample} on each of {data} data-parallel ranks")
+    if batch % (local * data):
+        raise InvalidInput(f"from: {batch} samples are no multiple of {local} on each of {data} data-parallel ranks")
+    if local % sample:
+        raise InvalidInput(
+            f"from: training.local_batch_size {local} is no multiple of pipeline_parallel_microbatch_size {sample}; "
+            "torchtitan would refuse it too"
+        )
     name = str(options.get("parallelism.pipeline_parallel_schedule", "1F1B"))
     if pipeline > 1 and name.lower() not in _SCHEDULES:
         raise InvalidInput(f"from: schedule {name} cannot be priced; expected 1F1B or GPipe")
     schedule = _SCHEDULES.get(name.lower(), ONE_F_ONE_B)
     replicas = _whole(options, "parallelism.data_parallel_replicate_degree", 1)
     sharding, remarks = _sharding(options, data // replicas, pipeline)
+    if pipeline > 1 and batch > local * data:
+        drained = f"the pipeline drains after each of {batch // (local * data)} accumulation steps: priced as once"
+        remarks = (*remarks, drained)
     zero = sharding in (Sharding.OPTIMIZER, Sharding.GRADIENTS)
     if zero and replicas > 1:
         raise InvalidInput(
             f"from: {replicas} replicas of {data // replicas} shards that keep parameters whole cannot be priced"
         )
+    blocks = _blocks(options, pipeline, len(model.layers) - 2)
+    check_stages(blocks)
     layout = Uniform(
         batch=batch,
         micro_batches=batch // (sample * data),
         pipeline=pipeline,
-        blocks=_blocks(options, pipeline, len(model.layers) - 2),
+        blocks=blocks,
         schedule=schedule.name,
         replicas=replicas,
         shards=data // replicas,
@@ -89,10 +108,8 @@ def read_torchtitan(text: str, model: ModelSpec, devices: int) -> Reading:
     if not schedule.runs(pipeline, layout.micro_batches):
         raise InvalidInput(f"from: {layout.micro_batches} micro-batches on {pipeline} stages cannot be priced")
     layout, said = _recomputed(layout, options)
-    others = [name for name in options if name not in _PRICED and not name.startswith(_NO_PART)]
-    speed = [
-        name for name in others if name.startswith(("compile.", "float8.", "mx.", "quantize.", "parallelism.enable_"))
-    ]
+    others = [name for name in options if name not in _PRICED | _REFUSED.keys() and not name.startswith(_NO_PART)]
+    speed = [name for name in others if name.startswith(_UNPRICED)]
     return Reading(
         layout=layout,
         schedule=schedule,
@@ -103,6 +120,17 @@ def read_torchtitan(text: str, model: ModelSpec, devices: int) -> Reading:
 
 
 def _options(text: str) -> Options:
+    """Raises for what cannot be read, for a misspelt option of the layout, and for one that cannot be priced."""
+    options = _parsed(text)
+    for name, value in options.items():
+        if name in _REFUSED and value not in (False, "False"):
+            raise InvalidInput(f"from: --{name} cannot be priced: {_REFUSED[name]}; drop it")
+        if name not in _PRICED | _REFUSED.keys() and not name.startswith((*_NO_PART, *_UNPRICED)):
+            check_spelling(name, _PRICED, "torchtitan", "--")
+    return options
+
+
+def _parsed(text: str) -> Options:
     if not text.lstrip().startswith("-"):
         try:
             sections = tomllib.loads(text)
@@ -140,7 +168,7 @@ def _options(text: str) -> Options:
 
 def _whole(options: Options, name: str, default: int) -> int:
     value = options.get(name, default)
-    if isinstance(value, str) and value.lstrip("-").isdigit():
+    if isinstance(value, str) and is_whole(value.removeprefix("-")):
         value = int(value)
     if type(value) is not int or (value < 1 and value != default):
         raise InvalidInput(f"from: {name} is {value!r}; expected a whole number from 1 on")
@@ -189,7 +217,7 @@ def _blocks(options: Options, pipeline: int, blocks: int) -> tuple[int, ...]:
     if pipeline == 1:
         return (blocks,)
     if listed is not None:
-        stages = [stage.split(",") if isinstance(stage, str) else stage for stage in listed]
+        stages = [stage.split(",") if isinstance(stage, str) else stage for stage in _listed(listed)]
         counts = tuple(sum(str(module).startswith("layers.") for module in stage) for stage in stages)
         if len(counts) != pipeline or sum(counts) != blocks:
             raise InvalidInput(f"from: module_fqns_per_model_part lists {sum(counts)} blocks in {len(counts)} stages")
@@ -201,6 +229,17 @@ def _blocks(options: Options, pipeline: int, blocks: int) -> tuple[int, ...]:
     counts_[0] -= first
     counts_[-1] -= last
     return tuple(counts_)
+
+
+def _listed(stages: Any) -> list[Any]:
+    """The modules of each stage: several values of an option, or a list of lists in TOML."""
+    stages = [stages] if isinstance(stages, str) else stages
+    if isinstance(stages, list) and all(isinstance(stage, str | list) for stage in stages):
+        return stages
+    raise InvalidInput(
+        f"from: module_fqns_per_model_part is {stages!r}; expected the modules of each stage by commas, such as "
+        "tok_embeddings,layers.0 layers.1,norm,lm_head"
+    )
 
 
 def _recomputed(layout: Uniform, options: Options) -> tuple[Uniform, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.core.errors import Infeasible, InvalidInput
 from galvatron.core.spec import ModelSpec
 from galvatron.planner.exchange.best import Found, best_for, conventions_of, needed_bytes
 from galvatron.planner.exchange.deepspeed import DEEPSPEED
@@ -78,6 +78,6 @@ def price_layout(request: Request, source: Source, text: str) -> Price:
     same = replace(request, batch=layout.batch)
     try:
         within = best_for(same, source.target)
-    except GalvatronError:
+    except Infeasible:
         within = None
     return Price(reading, plan, request.budget_bytes, within, try_plan(same), source.target.title)

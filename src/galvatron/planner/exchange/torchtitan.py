@@ -10,6 +10,9 @@ from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 
 __all__ = ["TORCHTITAN", "options_of", "stage_modules"]
 
+_NO_RECIPE = frozenset({"bert", "gpt2", "vit"})
+"""Families of ours of which torchtitan has no model."""
+
 
 def options_of(layout: Uniform, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
     """Each option with its values; the last is the subcommand that says what is recomputed."""
@@ -102,6 +105,8 @@ def _experts(layout: Uniform, model: ModelSpec) -> str | None:
 
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     notes = ["put --module and --config of the model's recipe before them; they must be the last options"]
+    if model.family in _NO_RECIPE:
+        notes.append(f"torchtitan 0.3 has no recipe for models such as {model.name}: its model would be yours to write")
     if model.training.precision is Precision.TF32:
         notes.append("TF32 is PyTorch's setting, not an option of torchtitan")
     return tuple(notes)

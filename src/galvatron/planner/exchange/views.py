@@ -113,9 +113,9 @@ def _figures(plan: Plan) -> dict[str, float | None]:
 
 def price_view(price: Price) -> RenderableType:
     """A layout beside what could be run in its place."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     table.add_column("")
-    for column in ("samples/s", "tokens/s a device", "TFLOP/s a device", "memory", "of the given"):
+    for column in ("samples/s", "tokens/s\na device", "TFLOP/s\na device", "memory", "of the\ngiven"):
         table.add_column(column, justify="right")
     table.add_row(*_row("given", price.plan, price))
     if price.within is not None:
@@ -150,6 +150,10 @@ def _sentences(price: Price) -> Iterator[str]:
         yield f"What {price.within_title} could run: {layout_text(price.within.layout)}."
     elif price.within is not None:
         yield f"{price.within_title} can run nothing that is faster and fits."
+    else:
+        yield f"{price.within_title} can run nothing that fits at this batch."
+    if price.best is None:
+        yield f"No plan of ours fits at this batch; 'galvatron plan … --batch {price.plan.batch}' says what would help."
     if price.best is not None and (not price.fits or price.best.throughput > price.plan.throughput):
         yield f"The best plan is written by 'galvatron plan … --batch {price.plan.batch} --output plan.json'."
     yield from (f"Priced otherwise: {remark}." for remark in price.reading.remarks)

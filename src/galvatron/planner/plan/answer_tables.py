@@ -34,6 +34,8 @@ def answer_view(said: Answer) -> RenderableType:
             + (f", {said.cost:,.2f} in money" if said.cost is not None else "; no price is known (--price)")
             + (f", {said.energy_kwh:,.0f} kWh" if said.energy_kwh is not None else "")
         )
+    elif said.samples_per_price is not None:
+        lines.append(f"{said.samples_per_price:,.0f} samples for 1 in money; --tokens says what a whole run costs")
     return Text("\n".join(lines))
 
 

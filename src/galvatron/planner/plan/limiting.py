@@ -84,7 +84,8 @@ def pinned(limits: Limits | None, model: ModelSpec, space: Space, devices: int) 
                 "part of them; 'galvatron strategies' lists those that are"
             )
         if not model.allows(kinds[pin.layer], strategy):
-            reason = kinds[pin.layer].context_problem(strategy) or "heads or tokens do not divide"
+            shown = "heads or tokens do not divide; 'galvatron models MODEL' shows the heads of each kind"
+            reason = kinds[pin.layer].context_problem(strategy) or shown
             raise InvalidInput(f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: {reason}")
         if not model.attends(strategy):
             raise InvalidInput(

@@ -13,6 +13,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
 from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
+from galvatron.core.units import format_bytes
 from galvatron.planner.cost import (
     GALVATRON,
     NEVER,
@@ -106,8 +107,9 @@ class Request:
             raise InvalidInput("batch and batch-step (or max-batch) contradict each other: a fixed batch has no steps")
         if self.budget_bytes > self.cluster.device.memory_bytes:
             raise InvalidInput(
-                f"memory: {self.budget_bytes} bytes given, but a {self.cluster.device.name} has only "
-                f"{self.cluster.device.memory_bytes}; give at most that"
+                f"memory: {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) given, but a "
+                f"{self.cluster.device.name} has only {format_bytes(self.cluster.device.memory_bytes)} "
+                f"({self.cluster.device.memory_bytes}); give at most that"
             )
         if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
             raise InvalidInput(f"time-limit: {self.time_limit_s:g} given; expected seconds, more than 0")

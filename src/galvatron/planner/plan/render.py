@@ -6,10 +6,11 @@ Returns rich renderables; which colours a console can show is rich's business.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -59,7 +60,7 @@ def plan_view(plan: Plan) -> RenderableType:
         f"memory {format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_budget_bytes)}{_margin(plan)}"
     )
     certificate = Text(_certificate(plan), style="dim")
-    return Group(title, numbers, _strips(plan), _legend(plan), certificate, *_notes(plan))
+    return Group(title, numbers, _strips(plan), _Legend(plan), certificate, *_notes(plan))
 
 
 def _certificate(plan: Plan) -> str:
@@ -150,12 +151,21 @@ def _strips(plan: Plan) -> Table:
     return table
 
 
-def _legend(plan: Plan) -> Text:
-    legend = Text(" ")
-    for strategy, letter in _letters(plan).items():
-        legend.append(f" {letter} ", style=_style(letter))
-        legend.append(f" {strategy}   ")
-    return legend
+@dataclass(frozen=True, slots=True)
+class _Legend:
+    """What each letter stands for. A line ends between two of them, never between a letter and its strategy."""
+
+    plan: Plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = Text(" ")
+        for strategy, letter in _letters(self.plan).items():
+            entry = Text.assemble((f" {letter} ", _style(letter)), f" {strategy}   ")
+            if len(line) > 1 and len(line) + len(entry.plain.rstrip()) > options.max_width:
+                yield line
+                line = Text(" ")
+            line.append_text(entry)
+        yield line
 
 
 def _letters(plan: Plan) -> dict[str, str]:

@@ -53,6 +53,8 @@ BEST = "best"
 """In place of a batch: the best of all that are worth a search, however many tokens."""
 _PAPER_STEP = 8
 _MOST_IMBALANCE = 1000
+_LEAST_TYPED = 10**6
+"""Bytes of a budget that somebody means who types no unit."""
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -102,7 +104,7 @@ def request_for(
     return Request(
         model=model,
         cluster=cluster,
-        memory_bytes=None if memory is None else parse_bytes(memory, where="memory"),
+        memory_bytes=None if memory is None else _budget(memory),
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
         max_batch=setup.get("max_batch"),
@@ -317,6 +319,14 @@ def training_of(setup: Setup, device: Device | None = None) -> Training:
         train_only=_patterns(setup.get("train_only")),
         lora=_lora(setup),
     )
+
+
+def _budget(memory: str | int) -> int:
+    """Bytes. A text of a small number without a unit is a unit forgotten."""
+    budget = parse_bytes(memory, where="memory")
+    if isinstance(memory, str) and 0 < budget < _LEAST_TYPED and memory.strip().isdecimal():
+        raise InvalidInput(f"memory: {memory} given, which is {budget} bytes; say the unit: {memory}GB or {memory}GiB")
+    return budget
 
 
 def _schedule(setup: Setup) -> Schedule:
