@@ -79,10 +79,11 @@ def graded_s(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, d
 def offload_s(
     samples: Floats, layers: LayerArrays, strategies: StrategyArrays, device: Device, beside: tuple[Floats, Floats]
 ) -> Floats:
-    """What copies to the host and back take longer than the forward and the backward ``beside`` which they run."""
+    """What copies to the host and back take longer than the forward and the backward ``beside`` which they run, and
+    what they take from these of the device's memory traffic."""
     if device.host_bytes_per_s is None or not strategies.offload.any():
         return np.zeros((1, 1))
     copy = strategies.offload * layers.has_backward * samples * full_activation_bytes(layers, strategies)
     waiting = [np.maximum(copy / device.host_bytes_per_s - computing, 0.0) for computing in beside]
-    total: Floats = strategies.offload * (waiting[0] + waiting[1])
+    total: Floats = strategies.offload * (waiting[0] + waiting[1] + 2 * copy / device.memory_bytes_per_s)
     return total
