@@ -173,7 +173,7 @@ class Combination:
 
     @property
     def _spans(self) -> Spans:
-        return self.layers.spans(max(np.diff(self.fixed)) if self.fixed else self._width)
+        return self.layers.spans(int(np.diff(self.fixed).max()) if self.fixed else self._width)
 
     def _matrix(self, in_flight_count: int) -> CutMatrix:
         """Times of stages at least, by end and width."""
@@ -310,9 +310,7 @@ class Combination:
         """The time a stage must stay below for the iteration to stay below the cutoff."""
         if cutoff == np.inf:
             return np.inf
-        others = [
-            float(self._stage_times(self.in_flight[p])[number]) for p, number in enumerate(numbers) if p != stage
-        ]
+        others = [float(self._stage_times(self.in_flight[p])[number]) for p, number in enumerate(numbers) if p != stage]
         slowest = max(others, default=0.0)
         total, again = self.pace.total, self.pace.slowest
         room = cutoff - total * sum(others)
