@@ -22,6 +22,7 @@ from galvatron.core.spec import (
     Strategy,
 )
 from galvatron.planner.cost import computation, grades, memory
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
     Floats,
@@ -86,7 +87,7 @@ class StageCosts:
         self._layers = layers if rows is None else layers.at(rows, np.arange(len(strategies)))
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array([_allowed(cost, kind, strategies) for kind in kinds])
+        self._allowed = _allowed(cost, kinds, strategies)
         self._pipeline_degree = pipeline_degree
         whole: Factors = frozenset()
         tensor = [strategy.factors(Kind.TP) for strategy in strategies]
@@ -348,20 +349,20 @@ class StageCosts:
         return rounded_up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
 
 
-def _allowed(cost: CostModel, kind: LayerSpec, strategies: Sequence[Strategy]) -> list[bool]:
-    """Whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
-    by_traits = {traits: _allows_rest(cost, kind, each) for traits, each in {s.traits: s for s in strategies}.items()}
-    pin = dict(cost.pins).get(kind.name)
-    return [by_traits[strategy.traits] and pin in (None, strategy) for strategy in strategies]
+def _allowed(cost: CostModel, kinds: Sequence[LayerSpec], strategies: Sequence[Strategy]) -> NDArray[np.bool_]:
+    """(T, S) whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
 
+    def supports(kind: LayerSpec, strategy: Strategy) -> bool:
+        if strategy.offload and not cost.cluster.device.offloads:
+            return False
+        if not strategy.experts:
+            return kind.supports(strategy)
+        apart = kind.experts is not None and kind.supports(replace(strategy, experts=()))
+        return apart and kind.allows_grade(strategy)
 
-def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
-    if strategy.offload and not cost.cluster.device.offloads:
-        return False
-    if not strategy.experts:
-        return cost.model.allows(kind, strategy)
-    return (
-        kind.allows_grade(strategy)
-        and kind.experts is not None
-        and cost.model.allows(kind, replace(strategy, experts=()))
-    )
+    possible = allowed(cost.model, kinds, strategies, supports)
+    for row, kind in enumerate(kinds):
+        pin = dict(cost.pins).get(kind.name)
+        if pin is not None:
+            possible[row] &= [strategy == pin for strategy in strategies]
+    return possible

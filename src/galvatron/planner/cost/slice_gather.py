@@ -48,8 +48,8 @@ def layout_rates(
     """Rates of all pairs of layouts. ``always_factor_by_factor``: as if rows were never too few; ``back``: gradients
     take the way back.
 
-    Many layouts share few ways to divide rows and few to divide sequences. Pairs of the former are looked at one by one;
-    the rest is done with arrays.
+    Many layouts share few ways to divide rows and few to divide sequences. Pairs of the former are looked at one by
+    one; the rest is done with arrays.
     """
     rows, row_of = _distinct([layout.rows for layout in layouts])
     pairs = np.ix_(row_of, row_of)

@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import ModelSpec, Strategy
+from galvatron.core.spec import LayerSpec, ModelSpec, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables, held_bytes
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.experts import Classes, ExpertChoices
@@ -31,10 +32,15 @@ _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
 
 
-def _attended(model: ModelSpec, strategy: Strategy) -> bool:
-    """Whether some layer with attention can take the context axes: others need no more than those (rule context-2)."""
-    attending = (kind.context for kind in model.kinds if kind.context is not None and kind.context.heads)
-    return strategy.context_degree == 1 or any(own.allows(strategy) for own in attending)
+def _attended(model: ModelSpec, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Those whose context axes some layer with attention can take: others need no more than those (rule context-2)."""
+    attending = [kind.context for kind in model.kinds if kind.context is not None and kind.context.heads]
+    known: dict[tuple[tuple[int, int, int], bool], bool] = {}
+    for each in strategies:
+        key = each.divided, each.sequence_parallel
+        if key not in known:
+            known[key] = each.context_degree == 1 or any(own.allows(each) for own in attending)
+    return [each for each in strategies if known[each.divided, each.sequence_parallel]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +91,8 @@ class Candidates:
     def __init__(self, costs: StageCosts, experts: ExpertChoices | None = None) -> None:
         self.costs = costs
         self._experts = experts
-        numbers = {strategy: number for number, strategy in enumerate(costs.strategies)}
         own = experts.strategies if experts else ()
+        numbers = {strategy: number for number, strategy in enumerate(costs.strategies)} if own else {}
         self._numbers: Places = np.array([numbers[strategy] for strategy in own], dtype=np.intp)
         """(R,) of the strategies under which experts may have axes of their own."""
         self._alike = self._groups(experts) if experts else self._numbers
@@ -97,11 +103,10 @@ class Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
         every = space.strategies(devices)
-        needed = [each for each in every if _attended(cost.model, each)] or every
+        needed = _attended(cost.model, every) or every
         # What none of the model's layers can take would only make tables longer.
-        model, distinct = cost.model, {each.traits: each for each in needed}
-        usable = {traits for traits, each in distinct.items() if any(model.allows(kind, each) for kind in model.kinds)}
-        used = [each for each in needed if each.traits in usable]
+        usable = allowed(cost.model, cost.model.kinds, needed, LayerSpec.supports).any(axis=0)
+        used = [needed[place] for place in np.nonzero(usable)[0]]
         costs = cost.stage(used or needed, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
