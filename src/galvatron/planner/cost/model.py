@@ -5,6 +5,7 @@ A layer's price is that of the layer, and on top that of its experts where they 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -277,11 +278,16 @@ class StageCosts:
         room = self.cost.cluster.device.host_memory_bytes
         if room is None or not self._arrays.offload.any():
             return np.ones((1, 1), dtype=np.bool_)
-        counts = np.array([self.cost.model.layers.count(kind) for kind in self.kinds])[:, None]
-        each = counts * grades.full_activation_bytes(self._layers, self._arrays)
+        each = self._counts * grades.full_activation_bytes(self._layers, self._arrays)
         in_flight = micro_batches if self._pipeline_degree > 1 else 1
         fits: NDArray[np.bool_] = 2 * in_flight * samples * each.sum(axis=-2, keepdims=True) <= room
         return fits | ~self._arrays.offload
+
+    @cached_property
+    def _counts(self) -> Integers:
+        """(T, 1) layers of each kind."""
+        names = Counter(layer.name for layer in self.cost.model.layers)
+        return np.array([names[kind.name] for kind in self.kinds])[:, None]
 
     def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
         """Places of the layers in a stage that share a tied weight, its owner before those that use it; fewer than

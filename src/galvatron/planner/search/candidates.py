@@ -66,6 +66,11 @@ class CandidateTables:
     classes: Classes | None = None
     """Then: which go together."""
 
+    def of(self, place: int) -> CandidateTables:
+        """Those of one combination."""
+        own = None if self.own is None else (_at(self.own[0], place), _at(self.own[1], place))
+        return CandidateTables(_at(self.plain, place), own, self.classes)
+
 
 @dataclass(frozen=True, slots=True)
 class Lean:
@@ -97,6 +102,7 @@ class Candidates:
         """(R,) of the strategies under which experts may have axes of their own."""
         self._alike = self._groups(experts) if experts else self._numbers
         """(R,) strategies with equal numbers give the layer the same layout, and its weights the same split."""
+        self._prepared: dict[tuple[int, int], CandidateTables] = {}
 
     @classmethod
     def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
@@ -132,6 +138,20 @@ class Candidates:
         if choice < 0 or self._experts is None:
             return plain
         return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
+
+    def prepare(self, pairs: Sequence[tuple[int, int]], most: int) -> None:
+        """Price the first of some combinations of (samples of a micro-batch, micro-batches), unless it is known; and
+        with it others that may soon be asked for, so many in all."""
+        if most < 2 or pairs[0] in self._prepared:
+            return
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._prepared][:most]
+        tables = self.tables(*(np.array(each) for each in zip(*new, strict=True)))
+        self._prepared |= {pair: tables.of(place) for place, pair in enumerate(new)}
+
+    def tables_of(self, micro_batch: int, micro_batches: int) -> CandidateTables:
+        """Of one combination."""
+        known = self._prepared.pop((micro_batch, micro_batches), None)
+        return known or self.tables(np.array([micro_batch]), np.array([micro_batches]))
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
         """Of combinations whose micro-batches have so many samples."""
@@ -241,6 +261,16 @@ def _leanest(lean: Lean, groups: Places, held: tuple[int, int]) -> Lean:
     """Without what another of its group beats. What holds for the fewest and the most in flight holds for all."""
     memory = [held_bytes(lean.state_bytes, lean.activation_bytes, count) for count in dict.fromkeys(held)]
     return lean.at(undominated(groups, np.stack([lean.transient_bytes, *memory])))
+
+
+def _at(tables: Tables, place: int) -> Tables:
+    """Of one combination, as a part of all; what all of them share is given once."""
+
+    def taken(name: str) -> Integers:
+        table: Integers = getattr(tables, name)
+        return table[place : place + 1] if table.ndim > 2 and len(table) > 1 else table
+
+    return _table_by_table(taken)
 
 
 def _first(tables: Tables) -> Tables:

@@ -85,7 +85,7 @@ class Combination:
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
-        self._apart = candidates.tables(np.array([self.micro_batch]), np.array([micro_batches]))
+        self._apart = candidates.tables_of(self.micro_batch, micro_batches)
         self.transfer = self.costs.transfer_ns(self.micro_batch)
         self.gradient_transfer = self.costs.gradient_transfer_ns(self.micro_batch)
         self._solved: dict[int, dict[int, _Known]] = {}
