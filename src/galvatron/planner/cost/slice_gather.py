@@ -19,7 +19,8 @@ from galvatron.planner.cost.communication import Floats
 
 __all__ = ["LayoutRates", "layout_rates"]
 
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,8 @@ class Spans:
 
     @property
     def begins(self) -> Integers:
-        return np.maximum(self.ends - self.widths, 0)
+        begins: Integers = np.maximum(self.ends - self.widths, 0)
+        return begins
 
     def numbers(self, positions: Sequence[int]) -> list[int]:
         """Of the stages between these positions."""
