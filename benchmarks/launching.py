@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from galvatron.processes.environment import defaults_if_unset
+
+
+def ask(script: Path, spec: dict[str, Any], timeout_s: float) -> tuple[list[dict[str, Any]], int]:
+    """Run ``script rank SPEC`` on ``spec["devices"]`` ranks: the lines of JSON that they :func:`tell`, and a status."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.jsonl"
+        status = launch(script, ["rank", json.dumps({**spec, "answer": str(answer)})], spec["devices"], timeout_s)
+        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
+    return [json.loads(line) for line in lines], status
+
+
+def tell(spec: dict[str, Any], found: dict[str, Any]) -> None:
+    """For one rank of those that were asked."""
+    with Path(spec["answer"]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
 
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float) -> int:

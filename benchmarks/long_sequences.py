@@ -6,18 +6,18 @@
 Programs: ``ours`` trains one sample under each of the strategies; ``fsdp2`` is stock FSDP2 with recompute, a sample on
 each device, because it cannot divide one; ``torch-cp`` is the same with PyTorch's own ``context_parallel`` over all
 devices, one sample. All have bf16 over fp32 masters, fused AdamW, clipping to 1, and the loss in chunks, without which
-the logits of a long sequence would be all that counts. Of each program and strategy lengths grow until one fails.
-Results are JSON lines: ``tokens_per_s`` of all devices together, ``peak_gb`` of the fullest.
+the logits of a long sequence would be all that counts. Of each program and strategy lengths grow, in one set of
+processes, until one fails. Results are JSON lines: ``tokens_per_s`` of all devices, ``peak_gb`` of the fullest.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.units import parse_bytes
-from launching import launch
+from launching import ask, tell
 from recipe import MODELS, stock_model
 
-_WARM, _TIMED = 2, 3
+_WARM = 1
 _CHUNK = 2048
 """Tokens of a chunk of the stock programs' loss."""
 _RATE = 1e-4
@@ -190,21 +190,40 @@ def _stock(spec: dict[str, Any], device: Any) -> tuple[Callable[[], float], dict
 
 
 def _rank(spec: dict[str, Any]) -> None:
-    """One rank of one program."""
+    """One rank of one program: length after length."""
     import torch
     import torch.distributed as dist
 
     from galvatron.processes.world import cap_memory, join, own_device
 
     join()
-    device, rank = own_device(), dist.get_rank()
+    device = own_device()
     cap_memory(device, spec["memory_bytes"] - spec["reserved_bytes"])
-    cuda = device.type == "cuda"
-    spec["narrow"] = cuda
+    spec["narrow"] = device.type == "cuda"
     torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    for tokens in spec["lengths"]:
+        found = _timed({**spec, "tokens": tokens}, device)
+        if dist.get_rank() == 0:
+            tell(spec, found)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    os._exit(0)  # NCCL's threads may not end
+
+
+def _timed(spec: dict[str, Any], device: Any) -> dict[str, Any]:
+    """One length, from a new model on."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
     step, found = (_ours if spec["program"] == "ours" else _stock)(spec, device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
-    for _ in range(_WARM + _TIMED):
+    for _ in range(_WARM + spec["timed"]):
         dist.barrier()
         begin = time.perf_counter()
         losses.append(step())
@@ -214,28 +233,13 @@ def _rank(spec: dict[str, Any]) -> None:
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     worst = torch.tensor([statistics.median(seconds[_WARM:]), float(peak)], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    if rank == 0:
-        iteration_s, fullest = worst.tolist()
-        samples = spec["devices"] if spec["program"] == "fsdp2" else 1
-        found |= {
-            "iteration_s": iteration_s, "tokens_per_s": samples * spec["tokens"] / iteration_s,
-            "peak_gb": fullest / 1e9, "losses": [losses[0], losses[-1]], "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-        }  # fmt: skip
-        Path(spec["answer"]).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    os._exit(0)  # NCCL's threads may not end
-
-
-def _program(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        text = json.dumps({**spec, "answer": str(answer)})
-        status = launch(Path(__file__), ["rank", text], spec["devices"], timeout_s)
-        shown = {key: spec[key] for key in ("program", "strategy", "model", "tokens", "devices", "memory_bytes")}
-        if not answer.exists():
-            return {**shown, "status": status}
-        return {**shown, **json.loads(answer.read_text(encoding="utf-8"))}
+    iteration_s, fullest = worst.tolist()
+    samples = spec["devices"] if spec["program"] == "fsdp2" else 1
+    return found | {
+        "tokens": spec["tokens"], "iteration_s": iteration_s, "tokens_per_s": samples * spec["tokens"] / iteration_s,
+        "peak_gb": fullest / 1e9, "losses": [losses[0], losses[-1]], "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -257,7 +261,8 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="compile blocks, but those under torch's context_parallel"
     )
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for one length of one program")
+    parser.add_argument("--timed", type=int, default=3, help="steps that count, after one that does not")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one program under one strategy")
     parser.add_argument("--out", default="benchmarks/results/long_sequences.jsonl")
     args = parser.parse_args()
     import torch
@@ -277,18 +282,19 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with virtual_gpus(count if torch.cuda.is_available() else None):
         for program, strategy in runs:
-            for tokens in map(int, args.lengths.split(",")):
-                spec = {
-                    "program": program, "strategy": strategy, "model": args.model, "tokens": tokens, "devices": count,
-                    "memory_bytes": parse_bytes(args.memory), "reserved_bytes": parse_bytes(args.reserved),
-                    "compile": args.compile,
-                }  # fmt: skip
-                found = _program(spec, args.timeout)
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found) + "\n")
-                print(found, flush=True)
-                if "tokens_per_s" not in found:
-                    break
+            spec = {
+                "program": program, "strategy": strategy, "model": args.model, "devices": count,
+                "memory_bytes": parse_bytes(args.memory), "reserved_bytes": parse_bytes(args.reserved),
+                "compile": args.compile, "timed": args.timed, "lengths": [*map(int, args.lengths.split(","))],
+            }  # fmt: skip
+            shown = {key: spec[key] for key in ("program", "strategy", "model", "devices", "memory_bytes", "compile")}
+            told, status = ask(Path(__file__), spec, args.timeout)
+            if len(told) < len(spec["lengths"]):
+                told.append({"tokens": spec["lengths"][len(told)], "status": status})
+            with out.open("a", encoding="utf-8") as file:
+                for found in told:
+                    file.write(json.dumps(shown | found) + "\n")
+                    print(shown | found, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/recipe_virtual.py --memory 16GB --reserved 1400MB --out results/recipe_virtual.jsonl
 
 The programs beside which ``benchmarks/recipe_train.py --cases virtual-64,virtual-best`` stands, in the same boot: the
-same Llama, tokens and memory of a device. Batches grow until one does not fit or is slower than the one before.
+same Llama, tokens and memory of a device. Batches grow, in one set of processes, until one does not fit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from galvatron.core.units import parse_bytes
-from launching import launch
+from launching import ask, tell
 from recipe import MODELS, stock_model
 
 _DEVICES = 8
 _TOKENS = 1024
-_TIMED = 4
+_WARM, _TIMED = 2, 4
 
 
 def _rank(spec: dict[str, Any]) -> None:
@@ -45,6 +45,7 @@ def _rank(spec: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = stock_model(config, torch.device("meta"), torch.float32)
     torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.automatic_dynamic_shapes = False  # each batch is compiled for itself
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = model.model.layers
     for index, block in enumerate(layers):
@@ -57,45 +58,35 @@ def _rank(spec: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    each = spec["batch"] // dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(config["vocab_size"], (each, spec["tokens"]), generator=generator).to(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
 
-    def step() -> None:
+    def step(ids: Any) -> None:
         loss = model(input_ids=ids, labels=ids).loss
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    seconds = []
-    for _ in range(2 + spec["timed"]):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    found = torch.tensor([statistics.median(seconds[2:]), float(peak)], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    if rank == 0:
-        Path(spec["answer"]).write_text(json.dumps(found.tolist()), encoding="utf-8")
+    for batch in spec["batches"]:
+        generator = torch.Generator().manual_seed(rank)
+        shape = (batch // dist.get_world_size(), spec["tokens"])
+        ids = torch.randint(config["vocab_size"], shape, generator=generator).to(device)
+        seconds = []
+        for _ in range(_WARM + spec["timed"]):
+            dist.barrier()
+            begin = time.perf_counter()
+            step(ids)
+            wait()
+            seconds.append(time.perf_counter() - begin)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        worst = torch.tensor([statistics.median(seconds[_WARM:]), float(peak)], dtype=torch.float64, device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        iteration_s, fullest = worst.tolist()
+        rate = batch * spec["tokens"] / iteration_s
+        if rank == 0:
+            tell(spec, {"batch": batch, "iteration_s": iteration_s, "tokens_per_s": rate, "peak_gb": fullest / 1e9})
     dist.barrier()
     os._exit(0)  # NCCL's threads may not end
-
-
-def _program(spec: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        text = json.dumps({**spec, "answer": str(answer)})
-        status = launch(Path(__file__), ["rank", text], spec["devices"], timeout_s)
-        found = {key: spec[key] for key in ("model", "batch", "tokens", "recompute", "tensor_bytes", "devices")}
-        if not answer.exists():
-            return {**found, "status": status}
-        iteration_s, peak = json.loads(answer.read_text(encoding="utf-8"))
-    rate = spec["batch"] * spec["tokens"] / iteration_s
-    return {**found, "iteration_s": iteration_s, "tokens_per_s": rate, "peak_gb": peak / 1e9}
 
 
 def _ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -121,7 +112,7 @@ def _ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     out = folder / "run"
     command = ["train", str(folder / "plan.json"), "--virtual", "8", "--steps", "8", "--out", str(out)]
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "galvatron", *command], check=False, timeout=args.timeout * 3)
+    done = subprocess.run([sys.executable, "-m", "galvatron", *command], check=False, timeout=args.timeout)
     found = {"program": "ours", "status": done.returncode, "seconds": time.perf_counter() - begin}
     report = out / "report.json"
     if report.exists():
@@ -149,7 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", default="8,16,32,64,128")
     parser.add_argument("--recompute-batches", help="with recompute; default: the same")
     parser.add_argument("--timed", type=int, default=_TIMED, help="steps that count, after two that do not")
-    parser.add_argument("--timeout", type=float, default=120)
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for all batches of a program")
     parser.add_argument("--ours", action="store_true", help="first the plan that our planner found here, by hand")
     parser.add_argument("--out", default="benchmarks/results/recipe_virtual.jsonl")
     args = parser.parse_args()
@@ -163,19 +154,18 @@ def main() -> None:
             file.write(json.dumps(_ours(args, Path(name))) + "\n")
     with virtual_gpus(args.devices if torch.cuda.is_available() else None):
         for recompute, batches in ((False, args.batches), (True, args.recompute_batches or args.batches)):
-            best = 0.0
-            for batch in map(int, batches.split(",")):
-                spec = {
-                    "model": args.model, "batch": batch, "tokens": args.tokens, "recompute": recompute,
-                    "tensor_bytes": tensors, "devices": args.devices, "timed": args.timed,
-                }  # fmt: skip
-                found = _program(spec, args.timeout)
-                with Path(args.out).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found) + "\n")
-                print(found, flush=True)
-                if found.get("tokens_per_s", 0.0) <= best:
-                    break
-                best = found["tokens_per_s"]
+            spec = {
+                "model": args.model, "tokens": args.tokens, "recompute": recompute, "tensor_bytes": tensors,
+                "devices": args.devices, "timed": args.timed, "batches": [int(batch) for batch in batches.split(",")],
+            }  # fmt: skip
+            told, status = ask(Path(__file__), spec, args.timeout)
+            if len(told) < len(spec["batches"]):
+                told.append({"batch": spec["batches"][len(told)], "status": status})
+            shown = {key: spec[key] for key in ("model", "tokens", "recompute", "tensor_bytes", "devices")}
+            with Path(args.out).open("a", encoding="utf-8") as file:
+                for found in told:
+                    file.write(json.dumps(shown | found) + "\n")
+                    print(shown | found, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,3 +25,14 @@ def test_bf16(family: str) -> None:
     case = Case(config=config(family), stages=_PLANS[family], micro_batches=2, dtype=torch.bfloat16)
     found = ranks(4).run(train, case, plan_for(case), first_weights(case), batches(case))
     assert excess(case, found) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_divided_sequences(family: str, padding: bool) -> None:
+    """Blocks of a ring are merged in fp32, so that a ring rounds no more than one attention does."""
+    stages = [["ring4+zero3", "ring2-ulysses2+rs", "tp2-ring2", "ulysses2-tp2"]]
+    case = Case(config=config(family), stages=stages, micro_batches=2, dtype=torch.bfloat16, padding=padding)
+    found = ranks(4).run(train, case, plan_for(case), first_weights(case), batches(case))
+    assert excess(case, found) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from longer import longer
 from loops import accumulate, accumulated_difference, evaluating
-from oracle import Case, batches, first_weights, single_process
+from oracle import Case, batches, first_weights, single_process, stock_model
 from parity import Trained, build, check, difference, held, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor
+from torch.nn import functional
 
 import galvatron
+from galvatron.families.layer import IGNORED
 
 _MIXES = {
     "mixed": [["tp4", "dp4", "sdp2-tp2", "dp4+zero2"]],
@@ -43,6 +46,38 @@ def test_evaluating_changes_nothing(mix: str) -> None:
     case = _case(mix)
     found = ranks(4).run(evaluating, case, plan_for(case), first_weights(case), batches(case))
     assert difference(case, found, single_process(case)) is None
+
+
+def _without_targets(
+    case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor], smoothing: float
+) -> tuple[float, dict[str, Tensor]]:
+    """On a rank: the loss and the gradients of a batch of which nothing counts."""
+    model = galvatron.parallelize(
+        None, plan, weights=folder, dtype=case.dtype, device="cpu", label_smoothing=smoothing, check=False
+    )
+    loss = float(model.forward_backward({**batch, "labels": torch.full_like(batch["labels"], IGNORED)}))
+    return loss, dict(model.whole_gradients())
+
+
+@pytest.mark.parametrize(
+    ("head", "smoothing"),
+    [("dp2", 0.1), ("tp2+fl", 0.0), longer("dp2", 0.0), longer("dp2+fl", 0.0), longer("tp2", 0.0), longer("tp2", 0.1)],
+)
+def test_a_batch_without_targets_leaves_weights_alone(head: str, smoothing: float) -> None:
+    """As in one process, where its loss is no number and gradients are zero, however the loss is computed."""
+    case = Case(config=config("gpt2"), stages=[["dp2", "tp2", "sdp2", head]], batch=4, steps=1)
+    (batch,) = batches(case)
+    model = stock_model(case)
+    labels = torch.full_like(batch["labels"], IGNORED)
+    logits = model(**{**batch, "labels": labels}).logits[:, :-1]
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing)
+    torch.autograd.backward(loss)
+    assert bool(loss.isnan())
+    assert all(own.grad is not None and not own.grad.any() for own in model.parameters())
+    folder = first_weights(case)
+    for found, gradients in ranks(2).run(_without_targets, case, plan_for(case), folder, batch, smoothing):
+        assert math.isnan(found)
+        assert not any(own.isnan().any() or own.any() for own in gradients.values())
 
 
 def _zeroing(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> Trained:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.facts.blocks import rotates_by_length
 from galvatron.families.layer import IGNORED, Batch
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "given_mask",
     "mask_given",
     "next_tokens",
+    "rotation_by_length",
+    "runs_seen",
     "sliced",
     "unknown_to_context",
 ]
@@ -47,15 +50,10 @@ class ContextMask:
     """Name of the group of ranks among which keys and values go round; empty: there is none."""
     ulysses: str
     """… and of that which exchanges heads for tokens."""
-    documents: Tensor | None = None
-    """The number of each token's document (rows, all tokens); None: each row is one."""
-    kept: Tensor | None = None
-    """Whether each token is none of padding (rows, all tokens); None: all are."""
-
-    def to(self, device: torch.device) -> ContextMask:
-        """The same on a device."""
-        moved = (None if own is None else own.to(device, non_blocking=True) for own in (self.documents, self.kept))
-        return ContextMask(self.ring, self.ulysses, *moved)
+    runs: Tensor | None = None
+    """Keys that are seen, where not every token sees all of its row: of each run of them its row, where its document
+    begins and ends, and where it begins and ends itself (runs, 5). On the host, because it decides what a device
+    computes. None: each row is one document without padding."""
 
 
 def causal_targets(batch: Batch) -> Tensor:
@@ -70,10 +68,26 @@ def next_tokens(labels: Tensor) -> Tensor:
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> tuple[Batch, ContextMask]:
+def rotation_by_length(model: nn.Module) -> str | None:
+    """Why rotary positions of a model would differ between parts of a sequence; None: they would not."""
+    for module in model.modules():
+        named = getattr(module, "rope_type", None)
+        for kind in named.values() if isinstance(named, Mapping) else [named]:
+            if isinstance(kind, str) and rotates_by_length(kind):
+                return (
+                    f"{type(model).__name__} rotates by frequencies that depend on the longest position of a batch "
+                    f"(rope_type {kind!r}), which a part of a sequence does not have"
+                )
+    return None
+
+
+def sliced(
+    batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: bool, separates: bool
+) -> tuple[Batch, ContextMask]:
     """What some tokens of each row need, given in this order; the mask is for attention over the whole sequence.
 
     ``groups``: names of the ring and of Ulysses' group. ``shifts``: the target of a token is the label of the next one.
+    ``separates``: positions that start anew in a row mean another document.
     """
     known = _BY_TOKEN | {"attention_mask"}
     strange = sorted(batch.keys() - known)
@@ -95,7 +109,7 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
         positions = whole.get("position_ids")
         if positions is None:
             whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        elif padding is None:
+        elif padding is None and separates:
             documents = find_packed_sequence_indices(positions)
     if shifts and "labels" in whole:
         whole[_TARGETS] = next_tokens(whole["labels"])
@@ -107,7 +121,44 @@ def sliced(batch: Batch, tokens: Tensor, groups: tuple[str, str], *, shifts: boo
                 "tokens), or plan without context parallelism (--no-context-parallel)"
             )
     parts = {name: tensor.index_select(1, tokens) for name, tensor in whole.items()}
-    return parts, ContextMask(*groups, documents, None if padding is None else padding.bool())
+    return parts, ContextMask(*groups, runs_seen(documents, None if padding is None else padding.bool()))
+
+
+def runs_seen(documents: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    """For :class:`ContextMask`, from the number of each token's document, and whether it is none of padding (rows,
+    tokens)."""
+    if documents is not None and bool((documents == documents[:, :1]).all()):
+        documents = None
+    if kept is not None and bool(kept.all()):
+        kept = None
+    given = documents if kept is None else kept
+    if given is None:
+        return None
+    rows = range(len(given))
+    one, all_kept = torch.zeros(given.shape[1]), torch.ones(given.shape[1], dtype=torch.bool)
+    by_row = zip(
+        [one for _ in rows] if documents is None else documents.cpu(),
+        [all_kept for _ in rows] if kept is None else kept.cpu(),
+        strict=True,
+    )
+    return torch.cat([_runs_of_row(row, *marks) for row, marks in enumerate(by_row)])
+
+
+def _runs_of_row(row: int, documents: Tensor, kept: Tensor) -> Tensor:
+    another = documents[1:] != documents[:-1]
+    firsts = _begins(another)
+    lasts = torch.cat([firsts[1:], torch.tensor([len(kept)])])
+    begins = _begins(another | (kept[1:] != kept[:-1]))
+    ends = torch.cat([begins[1:], torch.tensor([len(kept)])])
+    seen = kept[begins]
+    document = torch.searchsorted(firsts, begins, right=True) - 1
+    columns = (torch.full_like(begins, row), firsts[document], lasts[document], begins, ends)
+    return torch.stack(columns, 1)[seen]
+
+
+def _begins(changes: Tensor) -> Tensor:
+    """Where tokens begin that are alike, from whether each token but the first differs from the one before it."""
+    return torch.cat([torch.tensor([0]), changes.nonzero().flatten() + 1])
 
 
 _UNKNOWN = {

@@ -128,6 +128,12 @@ class Fields:
             raise self.error(field, value, "a string")
         return value
 
+    def rope_type(self) -> str:
+        """How rotary positions are stretched, under the spellings that configurations have had."""
+        _, value = self._find(("rope_parameters", "rope_scaling"))
+        found = value.get("rope_type", value.get("type")) if isinstance(value, Mapping) else None
+        return found if isinstance(found, str) else "default"
+
     def activation(self, field: str, *, default: str) -> str:
         """The name of an activation whose memory is known."""
         return self.known_activation(field, self.text(field, default=default))

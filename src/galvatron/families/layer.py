@@ -153,6 +153,11 @@ class LayeredModel(ABC):
         and targets from the batch they are given, because it holds a part of each sequence."""
         return f"{type(self.model).__name__} has no sequence of tokens that attend to each other alone"
 
+    def separates_documents(self) -> bool:
+        """Whether positions that start anew in a row mean another document, to whose tokens nothing attends: so do
+        transformers' causal models, where nothing else masks; its encoders do not."""
+        return False
+
     @property
     def first_trained(self) -> int:
         """The first layer with a parameter that is not frozen: no gradient reaches those before it."""

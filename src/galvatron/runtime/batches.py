@@ -139,8 +139,10 @@ class Reader:
         if portion.context is None or not rows:
             return rows, None
         tokens = portion.tokens(self._index, max(tensor.shape[1] for tensor in rows.values() if tensor.ndim > 1))
-        parts, mask = sliced(rows, tokens, self.context_groups(portion), shifts=self._layered.shifts_labels)
-        return parts, mask.to(self._device)
+        own = self._layered
+        separates = "position_ids" in rows and own.separates_documents()
+        groups = self.context_groups(portion)
+        return sliced(rows, tokens, groups, shifts=own.shifts_labels, separates=separates)
 
 
 def _none(portion: Portion) -> tuple[str, str]:

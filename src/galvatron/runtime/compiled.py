@@ -85,18 +85,27 @@ class Compiler:
 @contextmanager
 def _first_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Of the ranks of a machine that come with the same graph one compiles it; the others wait, and then find what it
-    left in PyTorch's cache."""
+    left in PyTorch's cache, all at once."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     described = [graph.code, *(f"{own.dtype} {own.shape}" if isinstance(own, Tensor) else str(own) for own in inputs)]
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
     folder = Path(cache_dir())
     with ExitStack() as stack:
+        file = None
         with suppress(OSError):  # a folder that cannot be written to or locked: then each compiles for itself
             folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(folder / f"galvatron-{digest[:32]}.lock", "w", encoding="utf-8"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            file = stack.enter_context(open(folder / f"galvatron-{digest[:32]}.lock", "a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or another has done it
+            file.seek(0)
+            if file.read():
+                fcntl.flock(file, fcntl.LOCK_UN)
+                file = None
         yield
+        if file is not None:
+            with suppress(OSError):
+                file.write("done\n")
+                file.flush()
 
 
 def _marks(grade: Grade) -> Any:

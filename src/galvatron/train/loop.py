@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from galvatron.core.errors import NonFinite, Unequal
 from galvatron.core.units import format_seconds
-from galvatron.families.layer import IGNORED
 from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch
 from galvatron.runtime.compiled import compiler
@@ -30,7 +29,7 @@ from galvatron.train.progress import Display
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings, learning_rate
 
-__all__ = ["Loop", "Outcome"]
+__all__ = ["Loop", "Outcome", "mean_loss"]
 
 _FIRST = "first step, in which memory is allocated and blocks are compiled"
 
@@ -170,17 +169,11 @@ class Loop:
             raise Unequal(f"step {step}: {error}") from None
 
     def _evaluate(self, step: int) -> float:
-        """The mean loss over held-out samples, each batch weighed by its targets."""
         self.watch.at(step, "evaluation")
         assert self.held_out is not None
         batch = self.model.plan.batch
-        total, count = 0.0, 0
-        for rows in evaluation_batches(self.held_out, batch=batch, most=batch * self.settings.evaluate_batches):
-            targets = _targets(rows)
-            total += float(self.model.evaluate(rows)) * targets
-            count += targets
-            self.watch.at(step, f"evaluation after {count} targets")
-        return total / max(count, 1)
+        batches = evaluation_batches(self.held_out, batch=batch, most=batch * self.settings.evaluate_batches)
+        return mean_loss(self.model, batches, lambda count: self.watch.at(step, f"evaluation after {count} targets"))
 
     def _save(self, step: int, *, wait: bool) -> None:
         self.watch.at(step, "saving")
@@ -220,5 +213,16 @@ class Loop:
         profile.export_chrome_trace(str(self.folder.trace_file(self.model.rank)))
 
 
-def _targets(batch: dict[str, Tensor]) -> int:
-    return int((batch["labels"] != IGNORED).sum())
+def mean_loss(
+    model: ParallelModel, batches: Iterable[dict[str, Tensor]], counted: Callable[[int], None] | None = None
+) -> float:
+    """The mean loss over all targets of some batches: each batch has the weight of the targets that its own mean is
+    over, and one without any has none. ``counted``: called with the targets so far."""
+    total, count = 0.0, 0
+    for batch in model.local_batches(batches):
+        if batch.targets:
+            total += float(model.evaluate(batch)) * batch.targets
+            count += batch.targets
+        if counted is not None:
+            counted(count)
+    return total / count if count else math.nan

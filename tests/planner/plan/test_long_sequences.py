@@ -95,7 +95,13 @@ def test_the_digest_of_a_model_does_not_depend_on_it() -> None:
         ("llama3-8b", {"space": "sdp", "context_parallel": True}, "needs both RING and ULYSSES, which space 'sdp'"),
         ("llama3-8b", {"sequence_length": _LONG, "pin": "decoder=ulysses16"}, "is no strategy of space 'full'"),
         ("llama3-8b", {"sequence_length": _LONG, "pin": "decoder=tp2-ring4"}, "is no strategy of space 'full'"),
-        ("llama3-8b", {"sequence_length": 131080, "pin": "decoder=ring4-ulysses2"}, "heads or tokens do not divide"),
+        ("llama3-8b", {"sequence_length": 131080, "pin": "decoder=ring4-ulysses2"}, "no multiple of 16"),
+        ("llama3-8b", {"sequence_length": _LONG, "pin": "decoder=ring8", "dropout": True}, "attention has dropout"),
+        (
+            "llama-tiny",
+            {"context_parallel": True, "batch": 8, "pin": "head=ulysses2-tp2"},
+            "as no layer with attention can",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(model: str, options: dict[str, Any], said: str) -> None:
@@ -118,7 +124,9 @@ def test_a_plan_by_hand_may_divide_short_sequences(tmp_path: Path) -> None:
     hand.save(path)
     assert Plan.load(path) == hand
     assert hand.space.context_parallel
-    with pytest.raises(InvalidInput, match=r"layer 1 \(decoder\).*'ulysses4' cannot run it.*heads or tokens"):
+    with pytest.raises(
+        InvalidInput, match=r"layer 1 \(decoder\).*'ulysses4' cannot run it.*2 of keys and values, do not divide"
+    ):
         priced(request, [["ulysses2-tp2", "ulysses4", "dp4", "dp4"]])  # two heads of keys and values
 
 

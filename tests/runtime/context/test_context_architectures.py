@@ -12,6 +12,7 @@ from longer import longer
 from ranks import ranks
 
 from galvatron.core.spec import Attention, Training
+from galvatron.families import load_model
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.registry import layered_model
 from galvatron.runtime.unpriced import facts_of, unpriced
@@ -45,12 +46,34 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "RobertaForMaskedLM": ({"model_type": "roberta", **_SMALL, "max_position_embeddings": 64}, "count positions"),
     "MambaForCausalLM": ({"model_type": "mamba", **_SMALL}, "position_ids"),
     "BloomForCausalLM": ({"model_type": "bloom", **_SMALL, "n_layer": 2, "n_head": 4}, "position_ids"),
+    "Qwen2MoeForCausalLM": (
+        {
+            "model_type": "qwen2_moe", **_GROUPED, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2,
+            "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        },
+        "a mask of its model's own",
+    ),
+    "Phi3ForCausalLM": (
+        {
+            "model_type": "phi3", **_GROUPED, "sliding_window": None, "pad_token_id": 0,
+            "original_max_position_embeddings": 16, "max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        },
+        "rope_type 'longrope'",
+    ),
+    "Llama4ForCausalLM": (
+        {
+            "model_type": "llama4_text", **_GROUPED, "head_dim": 16, "intermediate_size_mlp": 64,
+            "num_local_experts": 2, "attention_chunk_size": 8,
+        },
+        "positions",
+    ),
     "BertForSequenceClassification": ({"model_type": "bert", **_SMALL}, "label"),
     "GptOssForCausalLM": (
         {"model_type": "gpt_oss", **_GROUPED, "num_local_experts": 4, "head_dim": 16},
         "sinks|window",
     ),
-}
+}  # fmt: skip
 
 
 @cache
@@ -72,10 +95,52 @@ def test_divided(name: str) -> None:
     assert set(ranks(4).run(_difference, text, stages)) == {None}
 
 
-@pytest.mark.parametrize("name", [own if own == "MistralForCausalLM" else longer(own) for own in _REFUSED])
+_LEAN = ("MistralForCausalLM", "Qwen2MoeForCausalLM", "Phi3ForCausalLM")
+"""Windows that attention is told of, and that only masks have; frequencies that a part of a sequence would change."""
+
+
+@pytest.mark.parametrize("name", [own if own in _LEAN else longer(own) for own in _REFUSED])
 def test_refused(name: str) -> None:
     config, reason = _REFUSED[name]
     layered = layered_model(without_weights(_made(json.dumps({**config, "architectures": [name]}))))
     found = [layered.why_undivided(index) for index in range(len(layered.layers))]
     assert all(own is not None for own in found[1:-1])
     assert any(word in str(found[1]) for word in reason.split("|")), found[1]
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "linear"])
+def test_a_family_whose_frequencies_depend_on_the_length(rope_type: str) -> None:
+    """The planner offers no division that the runtime refuses."""
+    scaling = {"rope_type": rope_type, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = {"model_type": "llama", **_GROUPED, "rope_scaling": scaling, "max_position_embeddings": 64}
+    layered = layered_model(build_meta(config, Training(dropout=False)))
+    reasons = [layered.why_undivided(index) for index in range(len(layered.layers))]
+    facts = load_model(config, Training(dropout=False, sequence_length=32))
+    if rope_type == "linear":
+        assert reasons == [None] * 4
+        assert all(layer.context is not None for layer in facts.layers)
+    else:
+        assert all(f"rope_type {rope_type!r}" in str(reason) for reason in reasons)
+        assert all(layer.context is None for layer in facts.layers)
+
+
+_ROWS_OF_DOCUMENTS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"model_type": "qwen3", **_GROUPED},
+    "FalconForCausalLM": {"model_type": "falcon", **_SMALL, "alibi": False, "new_decoder_architecture": False},
+    "ElectraForMaskedLM": {"model_type": "electra", **_SMALL, "max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("name", [own if own != "ElectraForMaskedLM" else longer(own) for own in _ROWS_OF_DOCUMENTS])
+def test_documents_are_separate_where_the_stock_model_separates_them(name: str) -> None:
+    """In one process: whether another token in the first document of a row changes anything in the second."""
+    text = json.dumps({**_ROWS_OF_DOCUMENTS[name], "architectures": [name]})
+    layered = layered_model(without_weights(_made(text)))
+    model: Any = type(_made(text))._from_config(_made(text).config, attn_implementation="sdpa").eval()
+    ids = torch.arange(16)[None] + 5
+    places = torch.arange(16)[None] % 8
+    found = [
+        model(input_ids=own, position_ids=places, **({} if "Masked" in name else {"use_cache": False})).logits[:, 8:]
+        for own in (ids, torch.where(torch.arange(16) == 3, 77, ids))
+    ]
+    assert layered.separates_documents() == torch.equal(*found)

@@ -17,8 +17,8 @@ from ranks import ranks
 from torch import Tensor
 from torch.nn import functional
 
-from galvatron.families.context import ContextMask
-from galvatron.runtime.context import blocks, ring
+from galvatron.families.context import ContextMask, runs_seen
+from galvatron.runtime.context import blocks, cuts, ring
 from galvatron.runtime.context.attention import context_attention
 
 _ROWS, _LENGTH, _WIDTH = 2, 24, 6
@@ -113,7 +113,7 @@ def _divided(way: _Way) -> list[Tensor]:
     *given, gradient = _tensors(way)
     own = _tokens(way, rank)
     leaves = [tensor[:, :, own].clone().requires_grad_() for tensor in given]
-    mask = ContextMask(names[0], names[1], *_masks(way))
+    mask = ContextMask(names[0], names[1], runs_seen(*_masks(way)))
     module: Any = SimpleNamespace(is_causal=way.causal)
     with patch.object(blocks, "_STRIP_CELLS", way.strip or blocks._STRIP_CELLS):
         output, _ = context_attention(module, *leaves, mask)
@@ -163,18 +163,27 @@ def _without_correction(total: tuple[Tensor, Tensor], tokens: slice, block: tupl
     total[1][:, :, tokens] = torch.logaddexp(total[1][:, :, tokens], block[1])
 
 
-def _in_order(self: Any, rank: int, count: int, device: torch.device) -> Tensor:
-    return rank * count + torch.arange(count, device=device)
+def _in_order(self: cuts.Zigzag, rank: int) -> list[tuple[int, int]]:
+    return [(rank * self.count, 0), (rank * self.count + self.each, self.each)]
+
+
+def _without_later(self: cuts.Zigzag, *asked: Any, **more: Any) -> Any:
+    """Queries behind a run of keys in a document do not see it."""
+    return (cut for cut in _CUT(self, *asked, **more) if cut.diagonal or cut.queries.start < cut.keys.stop)
+
+
+_CUT = cuts.Zigzag._cut
 
 
 _BREAKS: dict[str, tuple[Any, str, Callable[..., Any], _Way]] = {
     "blocks are merged without their log-sum-exp": (ring, "merge", _without_correction, _Way(2, 1)),
     "documents are looked up as if slices were in order": (
-        ring._Ring,
-        "tokens",
+        cuts.Zigzag,
+        "chunks",
         _in_order,
         _Way(2, 1, masked="documents"),
     ),
+    "padding does not see what is before it": (cuts.Zigzag, "_cut", _without_later, _Way(1, 2, masked="padding")),
 }
 
 
@@ -193,58 +202,70 @@ def test_breaks_show(name: str) -> None:
 def test_strips_are_the_whole() -> None:
     """Of one rank, without a group: strips of a few queries give what one strip gives."""
     query, key, value, gradient = _tensors(_Way(1, 1))
-    seen = blocks.Seen(diagonal=True)
-    whole = blocks.attend(query, key, value, seen, 0.3)
-    back = blocks.attend_backward(gradient, (query, key, value), whole, seen, 0.3)
+    whole = blocks.attend(query, key, value, diagonal=True, scale=0.3)
+    back = blocks.attend_backward(gradient, (query, key, value), whole, diagonal=True, scale=0.3)
     with patch.object(blocks, "_STRIP_CELLS", _ROWS * 8 * _LENGTH * 5):
-        strips = blocks.attend(query, key, value, seen, 0.3)
-        again = blocks.attend_backward(gradient, (query, key, value), strips, seen, 0.3)
+        strips = blocks.attend(query, key, value, diagonal=True, scale=0.3)
+        again = blocks.attend_backward(gradient, (query, key, value), strips, diagonal=True, scale=0.3)
     torch.testing.assert_close((strips, again), (whole, back))
     stock = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(whole[0], stock)
 
 
-def _alone(size: int, tensors: list[Tensor], causal: bool) -> list[Tensor]:
-    """A whole ring in one process: each rank's blocks in turn, from tensors and the gradient of the result."""
+def _alone(size: int, tensors: list[Tensor], causal: bool, runs: Tensor | None) -> list[Tensor]:
+    """A whole ring in one process: each rank's cuts in turn, from tensors and the gradient of the result."""
     query, key, value, gradient = tensors
-    count = query.shape[2] // size
+    tokens = cuts.Zigzag(size, query.shape[2] // size)
+    numbers = [
+        torch.cat([torch.arange(begin, begin + tokens.each) for begin, _ in tokens.chunks(rank)])
+        for rank in range(size)
+    ]
     output, *gradients = (torch.zeros_like(own, dtype=torch.float64) for own in (query, query, key, value))
-    for rank in range(size):
-        ranks_ = ring._Ring(None)
-        ranks_.rank, ranks_.size = rank, size
-        own = ranks_.tokens(rank, count, query.device)
-        mine, total = query[:, :, own], blocks.nothing_yet(query[:, :, own], value.shape[-1])
+    for rank, own in enumerate(numbers):
+        mine, (total, lse) = query[:, :, own], blocks.nothing_yet(query[:, :, own], value.shape[-1])
         steps = []
-        for step in range(size):
-            others = ranks_.tokens((rank - step) % size, count, query.device)
-            block = ranks_.block(step, mine, ring._Masks(None, None), causal=causal)
-            held = [key[:, :, others], value[:, :, others]]
-            steps.append((block, block.of(mine, held), others[block.keys]))
-            blocks.merge(total, block.queries, blocks.attend(*steps[-1][1], block.seen, 0.2))
-        output[:, :, own] = total[0].double()
-        result = total[0].to(query.dtype), total[1]
-        for block, parts, places in steps:
-            part = tuple(tensor[:, :, block.queries] for tensor in (gradient[:, :, own], *result))
-            found = blocks.attend_backward(part[0], parts, part[1:], block.seen, 0.2)
-            gradients[0][:, :, own[block.queries]] += found[0].double()
-            gradients[1][:, :, places] += found[1].double()
-            gradients[2][:, :, places] += found[2].double()
+        for source, others in enumerate(numbers):
+            held = key[:, :, others], value[:, :, others]
+            for cut in tokens.cuts(rank, source, runs, causal=causal):
+                steps.append((cut, cut.of(mine, held), others[cut.keys]))
+                found = blocks.attend(*steps[-1][1], diagonal=cut.diagonal, scale=0.2)
+                blocks.merge((total[cut.rows], lse[cut.rows]), cut.queries, found)
+        output[:, :, own] = total.double()
+        for cut, parts, places in steps:
+            outer, result, norms = (
+                tensor[cut.rows, :, cut.queries] for tensor in (gradient[:, :, own], total.to(query.dtype), lse)
+            )
+            back = blocks.attend_backward(outer, parts, (result, norms), diagonal=cut.diagonal, scale=0.2)
+            for sums, where, part in zip(gradients, (own[cut.queries], places, places), back, strict=True):
+                sums[cut.rows, :, where] += part.double()
     return [output, *gradients]
 
 
 _GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
+@pytest.mark.parametrize("masked", ["", "documents", "padding"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("device", ["cpu", _GPU])
-def test_a_ring_in_one_process(device: str, causal: bool) -> None:
+def test_a_ring_in_one_process(device: str, causal: bool, masked: str) -> None:
     """With the kernels of the device: on a GPU the flash kernel, in bf16, with its own tolerance."""
     generator = torch.Generator().manual_seed(1)
-    dtype, width = (torch.bfloat16, 64) if device == "cuda" else (torch.float64, 8)
-    made = [torch.randn(2, heads, 96, width, generator=generator).to(device, dtype) for heads in (8, 2, 2, 8)]
-    leaves = [own.double().requires_grad_() for own in made[:3]]
-    expected = functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.2, enable_gqa=True)
+    dtype, width, length = (torch.bfloat16, 64, 96) if device == "cuda" else (torch.float64, 8, 96)
+    made = [torch.randn(2, heads, length, width, generator=generator).to(device, dtype) for heads in (8, 2, 2, 8)]
+    leaves = [own.double().clone().requires_grad_() for own in made[:3]]
+    marks = torch.randint(2, (2, length // 4), generator=generator).repeat_interleave(4, 1)
+    documents = marks.cumsum(1) if masked == "documents" else None
+    kept = marks.bool() | (torch.arange(length) == 0) if masked == "padding" else None
+    allowed = torch.ones(2, 1, length, length, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    if documents is not None:
+        allowed &= (documents[:, :, None] == documents[:, None])[:, None]
+    if kept is not None:
+        allowed &= kept[:, None, None]
+    expected = functional.scaled_dot_product_attention(
+        *leaves, allowed.to(device), scale=0.2, enable_gqa=True
+    )  # fmt: skip
     expected.backward(made[3].double())
-    found = _alone(3, made, causal)
+    found = _alone(3, made, causal, runs_seen(documents, kept))
     for ours, theirs in zip(found, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         torch.testing.assert_close(ours, theirs, **({"rtol": 2e-2, "atol": 2e-2} if device == "cuda" else {}))

@@ -80,16 +80,14 @@ _WITH = {
 
 
 def _cases() -> list[Any]:
-    """All with documents; plain and padded samples where attention, its tokens or its stages differ."""
+    """All with plain samples, with packed documents, and with padding."""
     made = []
     for alone in _ALONE:
         for name, text in _WITH.items():
             strategy, cut = text.format(alone), name == "pp"
             if Strategy.parse(strategy).devices * (2 if cut else 1) not in (2, 4, 6, 8):
                 continue
-            made.append(longer(strategy, cut, "documents"))
-            if name in ("alone", "sp", "pp"):
-                made += [longer(strategy, cut, ""), longer(strategy, cut, "padding")]
+            made += [longer(strategy, cut, inputs) for inputs in ("", "documents", "padding")]
     return made
 
 
@@ -117,11 +115,11 @@ def test_each_kind(strategy: str, cut: bool, inputs: str) -> None:
         longer("gpt2", [["ring2-tp2", "ring2-ulysses2", "ulysses2-tp2+sp", "dp2-ring2"]]),
     ],
 )
-@pytest.mark.parametrize("padding", [True, longer(False)])
-def test_other_families(family: str, stages: list[list[str]], padding: bool) -> None:
-    """Encoders, of which every token sees all; learned positions."""
+@pytest.mark.parametrize("inputs", [{"padding": True}, {"documents": True}, longer({})])
+def test_other_families(family: str, stages: list[list[str]], inputs: dict[str, Any]) -> None:
+    """Encoders, of which every token sees all, wherever positions start anew; learned positions."""
     name = "n_positions" if family == "gpt2" else "max_position_embeddings"
-    _check(stages, family, {name: 64}, padding=padding)
+    _check(stages, family, {name: 64}, **inputs)
 
 
 @pytest.mark.parametrize("grade", ["rs", longer("ra"), longer("rc")])
@@ -134,9 +132,9 @@ def test_recomputed_in_part(grade: str) -> None:
 
 
 def _shifted_within(original: Any) -> Any:
-    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> Any:
+    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool, separates: bool) -> Any:
         """Labels are shifted after they were divided, so that the last target of a chunk is lost."""
-        parts, mask = original(batch, tokens, groups, shifts=False)
+        parts, mask = original(batch, tokens, groups, shifts=False, separates=separates)
         if shifts and "labels" in parts:
             parts["shift_labels"] = context.next_tokens(parts.pop("labels"))
         return parts, mask
@@ -145,9 +143,9 @@ def _shifted_within(original: Any) -> Any:
 
 
 def _from_zero(original: Any) -> Any:
-    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool) -> Any:
+    def sliced(batch: Any, tokens: Tensor, groups: tuple[str, str], *, shifts: bool, separates: bool) -> Any:
         """Every slice begins at position zero."""
-        parts, mask = original(batch, tokens, groups, shifts=shifts)
+        parts, mask = original(batch, tokens, groups, shifts=shifts, separates=separates)
         if "position_ids" in parts:
             parts["position_ids"] = torch.arange(len(tokens)).expand(parts["position_ids"].shape)
         return parts, mask

@@ -86,18 +86,27 @@ def test_attention_that_it_does_not_know(mask: Any, asked: dict[str, Any], said:
 def test_batches_that_cannot_be_divided(more: dict[str, Tensor], said: str) -> None:
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), **more}
     with pytest.raises(InvalidInput, match=said):
-        sliced(batch, torch.arange(4), ("", ""), shifts=False)
+        sliced(batch, torch.arange(4), ("", ""), shifts=False, separates=False)
 
 
 def test_a_slice_of_a_batch() -> None:
     """Positions and targets are those of the whole sequence."""
     ids = torch.arange(16).view(2, 8)
     tokens = torch.tensor([0, 1, 6, 7])
-    part, mask = sliced({"input_ids": ids, "labels": ids}, tokens, ("a", "b"), shifts=True)
+    part, mask = sliced({"input_ids": ids, "labels": ids}, tokens, ("a", "b"), shifts=True, separates=True)
     assert part["input_ids"].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
     assert part["position_ids"].tolist() == [[0, 1, 6, 7]] * 2
     assert part["shift_labels"].tolist() == [[1, 2, 7, -100], [9, 10, 15, -100]]
-    assert (mask.ring, mask.ulysses, mask.documents, mask.kept) == ("a", "b", None, None)
+    assert (mask.ring, mask.ulysses, mask.runs) == ("a", "b", None)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [*range(8)]])
+    packed = {"input_ids": ids, "position_ids": positions}
+    _, mask = sliced(packed, tokens, ("a", "b"), shifts=True, separates=True)
+    assert mask.runs is not None
+    assert mask.runs.tolist() == [[0, 0, 3, 0, 3], [0, 3, 5, 3, 5], [0, 5, 8, 5, 8], [1, 0, 8, 0, 8]]
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 8, [0, 0, 1, 1, 1, 0, 1, 0]])}
+    _, mask = sliced(padded, tokens, ("a", "b"), shifts=True, separates=True)
+    assert mask.runs is not None
+    assert mask.runs.tolist() == [[0, 0, 8, 0, 8], [1, 0, 8, 2, 5], [1, 0, 8, 6, 7]]
 
 
 def _hidden(found: list[Seen], length: int) -> list[list[Tensor]]:

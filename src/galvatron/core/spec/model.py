@@ -169,7 +169,15 @@ class LayerSpec:
 
     def allows_context(self, strategy: Strategy) -> bool:
         """Whether sequences of the layer can be divided as the strategy says. Without context axes any layer goes."""
-        return strategy.context_degree == 1 or (self.context is not None and self.context.allows(strategy))
+        return self.context_problem(strategy) is None
+
+    def context_problem(self, strategy: Strategy) -> str | None:
+        """Why they cannot; None: they can."""
+        if strategy.context_degree == 1:
+            return None
+        return (
+            "its sequences cannot be divided over devices" if self.context is None else self.context.problem(strategy)
+        )
 
     def supports(self, strategy: Strategy) -> bool:
         """Whether the layer can have the strategy's switches, and its experts their axes."""
@@ -224,6 +232,12 @@ class ModelSpec:
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:
                 raise InvalidInput(f"model {self.name!r}: two different layers are both named {layer.name!r}")
+
+    def attends(self, strategy: Strategy) -> bool:
+        """Whether some layer with attention can take the context axes: others need no more than those (rule
+        context-2)."""
+        attending = (kind for kind in self.kinds if kind.context is not None and kind.context.heads)
+        return strategy.context_degree == 1 or any(kind.allows_context(strategy) for kind in attending)
 
     def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
         """Whether a strategy can run a kind of layer."""

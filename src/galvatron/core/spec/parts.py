@@ -62,15 +62,17 @@ class Context:
     def __post_init__(self) -> None:
         check_figures(self, "context")
 
-    def allows(self, strategy: Strategy) -> bool:
-        """Whether heads and tokens divide. TP divides heads before Ulysses does; a ring needs two chunks a rank."""
+    def problem(self, strategy: Strategy) -> str | None:
+        """Why sequences cannot be divided as the strategy says; None: they can. TP divides heads before Ulysses does; a
+        ring needs two chunks a rank."""
         ring, ulysses, tensor = (strategy.degree(kind) for kind in (Kind.RING, Kind.ULYSSES, Kind.TP))
         if any(heads % (tensor * ulysses) for heads in (self.heads, self.key_value_heads)):
-            return False
+            return f"its {self.heads} heads, {self.key_value_heads} of keys and values, do not divide"
         if ring > 1 and not self.ring:
-            return False
+            return "its attention has dropout, which a ring cannot; take ulysses, or leave dropout out (--no-dropout)"
         slices = tensor if strategy.sequence_parallel else 1
-        return self.length % ((2 * ring if ring > 1 else 1) * ulysses * slices) == 0
+        chunks = (2 * ring if ring > 1 else 1) * ulysses * slices
+        return f"{self.length} tokens are no multiple of {chunks}" if self.length % chunks else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

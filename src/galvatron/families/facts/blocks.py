@@ -41,6 +41,7 @@ __all__ = [
     "paper_block",
     "refuse_sequence_length",
     "rms_norm",
+    "rotates_by_length",
     "token_count",
 ]
 
@@ -137,6 +138,12 @@ def context_of(shape: AttentionShape, training: Training) -> Context:
         query_bytes=shape.queries * shape.heads * shape.head_dim * element,
         key_value_bytes=2 * shape.keys * shape.kv_heads * shape.head_dim * element,
     )
+
+
+def rotates_by_length(rope_type: str) -> bool:
+    """Whether rotary frequencies depend on the longest position that a model is given: a rank that has a part of each
+    sequence would take others."""
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def divided_by_tokens(layer: LayerSpec, tokens: int) -> LayerSpec:

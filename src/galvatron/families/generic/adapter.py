@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,14 @@ from galvatron.families.adapters import count_targets
 from galvatron.families.context import mask_given
 from galvatron.families.generic.balance import record_scores
 from galvatron.families.generic.decoder_inputs import DecoderInputs
-from galvatron.families.generic.divided import SeenAttention, attending, block_attention, why_undivided
+from galvatron.families.generic.divided import (
+    TRIAL,
+    SeenAttention,
+    attending,
+    block_attention,
+    masked_otherwise,
+    why_undivided,
+)
 from galvatron.families.generic.examples import random_batch, shortened, takes_tokens
 from galvatron.families.generic.expert_plan import find_experts
 from galvatron.families.generic.images import IMAGES, PIXELS, ImageRows
@@ -90,7 +98,7 @@ class Generic(LayeredModel):
             layer.experts = self.expert_rules.blocks.get(layer.kind)
         self.ties = _shared(self.layers)
         self.shifts_labels = self._shifted
-        self._trial, self._calls = trial, calls
+        self._trial = trial
         self.required = frozenset(trial) | {"labels"}
 
     def _kinds(self) -> list[str]:
@@ -154,8 +162,32 @@ class Generic(LayeredModel):
     def attention(self, layer: Layer) -> SeenAttention | str | None:
         """That of a block, if context parallelism can divide its sequences; else why not. None: it has none."""
         if isinstance(layer, Block):
-            return block_attention(self.model, self.anatomy, self._calls[layer.index])
+            return block_attention(self.model, self.anatomy, self._tried[layer.index])
         return None
+
+    def separates_documents(self) -> bool:
+        return self._separates
+
+    @cached_property
+    def _separates(self) -> bool:
+        """As a trial with two documents in each row shows."""
+        ids = self._trial["input_ids"]
+        places = torch.arange(ids.shape[1]) % (ids.shape[1] // 2)
+        found = self._calls_noted({**self._trial, "position_ids": places.expand(ids.shape)})
+        return any(
+            masked_otherwise(own) and not masked_otherwise(before)
+            for before, own in zip(self._tried, found, strict=True)
+        )
+
+    @cached_property
+    def _tried(self) -> list[Call]:
+        return self._calls_noted(self._trial)
+
+    def _calls_noted(self, batch: Batch) -> list[Call]:
+        """How blocks are called where attention and masks only note what they are asked for."""
+        with attending(self._stubbed.model, TRIAL):
+            context = self.context(self.by_rows(batch), torch.float32)
+        return [context.call(block) for block in range(self.anatomy.last + 1)]
 
     def why_undivided(self, index: int) -> str | None:
         layer = self.layers[index]

@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from galvatron.families.build import without_weights
-from galvatron.families.context import CONTEXT_ATTENTION, unknown_to_context
+from galvatron.families.context import CONTEXT_ATTENTION, rotation_by_length, unknown_to_context
 from galvatron.families.generic.decoder_inputs import seen
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, on_meta, to_meta
 from galvatron.families.layer import Batch
 
-__all__ = ["SeenAttention", "attending", "block_attention", "why_undivided"]
+__all__ = ["TRIAL", "SeenAttention", "attending", "block_attention", "masked_otherwise", "why_undivided"]
 
-_TRIAL = "galvatron_trial"
-"""Name of the attention that notes what it is called with."""
+TRIAL = "galvatron_trial"
+"""Name of the attention that notes what it is called with, and of masks that note what they are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,19 @@ class SeenAttention:
     """What it asks for that attention over divided sequences does not know."""
 
 
+@dataclass(frozen=True, slots=True)
+class _TrialMask:
+    """In the place of a mask that transformers' helpers make."""
+
+    plain: bool
+    """Each token sees all, or itself and all before it: no window, no chunks, no documents."""
+
+
+def masked_otherwise(call: Call) -> bool:
+    """Whether a block called in a trial has a mask that hides more than the tokens behind each one."""
+    return any(isinstance(own, _TrialMask) and not own.plain for own in tree_leaves((call.args, call.kwargs)))
+
+
 def why_undivided(model: Any, anatomy: Anatomy, trial: Batch) -> str | None:
     """Why sequences of the model, whatever its blocks, cannot be divided; None: they can."""
     name = type(model).__name__
@@ -56,6 +71,9 @@ def why_undivided(model: Any, anatomy: Anatomy, trial: Batch) -> str | None:
         return f"{name} has no label for each token"
     if not {"position_ids", "attention_mask"} <= anatomy.inputs:
         return f"{name} takes no position_ids, so a part of a sequence would be at its start"
+    rotation = rotation_by_length(model)
+    if rotation is not None:
+        return rotation
     padding = torch.ones_like(ids)
     padding[0, : ids.shape[1] // 2] = 0
     token = getattr(model.config, "pad_token_id", None)
@@ -68,8 +86,9 @@ def why_undivided(model: Any, anatomy: Anatomy, trial: Batch) -> str | None:
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether two runs gave modules the same; what is the same for all rows may be there once."""
-    if len(some) != len(others):
+    """Whether two runs gave modules the same; what is the same for all rows may be there once. What has no values is
+    not known to be."""
+    if len(some) != len(others) or any(own.is_meta for own in (*some, *others)):
         return False
     return all(
         own.shape[1:] == other.shape[1:] and bool((own == other).all()) for own, other in zip(some, others, strict=True)
@@ -77,14 +96,14 @@ def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def block_attention(model: nn.Module, anatomy: Anatomy, call: Call) -> SeenAttention | str:
-    """The attention of a block, or why none is seen."""
+    """The attention of a block, or why none is seen; ``call``: how it is called in a trial (:data:`TRIAL`)."""
     name = type(model.get_submodule(anatomy.name(call.block))).__name__
     block = without_weights(model.get_submodule(anatomy.name(call.block))).to("meta").eval()
     notes: list[SeenAttention] = []
     token = _NOTES.set(notes)
     args, kwargs = to_meta((call.args, call.kwargs))
     try:
-        with torch.no_grad(), on_meta(), attending(block, _TRIAL):
+        with torch.no_grad(), on_meta(), attending(block, TRIAL):
             block(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         return f"{name} does not run with other attention than its own ({str(error).partition(chr(10))[0]})"
@@ -124,9 +143,16 @@ def _note(
     causal = asked.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     problem = unknown_to_context(asked) or ""
+    if not problem and not (isinstance(attention_mask, _TrialMask) and attention_mask.plain):
+        problem = "a mask of its model's own: a window, chunks, or what transformers' helpers did not make"
     notes.append(SeenAttention(query.shape[1], key.shape[1], query.shape[-1], bool(causal), problem))
     rows, heads, tokens, _ = query.shape
     return query.new_empty((rows, tokens, heads, value.shape[-1])), None
 
 
-AttentionInterface.register(_TRIAL, _note)
+def _note_mask(*_: Any, mask_function: Any = None, local_size: int | None = None, **__: Any) -> _TrialMask:
+    return _TrialMask(mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None)
+
+
+AttentionInterface.register(TRIAL, _note)
+AttentionMaskInterface.register(TRIAL, _note_mask)

@@ -117,6 +117,9 @@ class Gpt2(LayeredModel):
     def why_undivided(self, index: int) -> str | None:
         return None
 
+    def separates_documents(self) -> bool:
+        return True
+
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((samples["input_ids"][0], self.config.n_embd),)
 

@@ -19,7 +19,7 @@ from galvatron.families.adapters import (
     shape_of,
     stock_children,
 )
-from galvatron.families.context import causal_targets
+from galvatron.families.context import causal_targets, rotation_by_length
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
@@ -117,7 +117,10 @@ class Llama(LayeredModel):
         return _Context(batch, mask, self.rotary(shape_of(ids, dtype), position_ids=positions))
 
     def why_undivided(self, index: int) -> str | None:
-        return None
+        return rotation_by_length(self.model)
+
+    def separates_documents(self) -> bool:
+        return True
 
     def carried(self, index: int, samples: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return ((samples["input_ids"][0], self.config.hidden_size),)

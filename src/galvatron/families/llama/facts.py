@@ -21,6 +21,7 @@ from galvatron.families.facts.blocks import (
     feed_forward,
     language_head,
     rms_norm,
+    rotates_by_length,
     token_count,
 )
 from galvatron.families.facts.ops import ID_BYTES, Op, layer, residual
@@ -47,6 +48,8 @@ class Llama:
     """Trained length; rotary positions set no hard limit."""
     rope_theta: float = 10000.0
     """Longest wavelength of the rotary positions, over 2π."""
+    rope_type: str = "default"
+    """How they are stretched, by transformers' name."""
     norm_epsilon: float = 1e-6
     activation: str = "silu"
     attention_bias: bool = False
@@ -123,7 +126,8 @@ class Llama:
             boundary=boundary,
             tensor_parallel=collectives(boundary, forward=2, backward=2, divides=divides, sequence_divides=(tokens,)),
         )
-        decoder = replace(decoder, context=context_of(attending, training))
+        divided = not rotates_by_length(self.rope_type)
+        decoder = replace(decoder, context=context_of(attending, training) if divided else None)
         if training.float8:
             width = self.heads * (self.hidden // self.heads if self.head_dim is None else self.head_dim)
             narrow = width // self.heads * kv_heads
@@ -132,10 +136,12 @@ class Llama:
             decoder = replace(decoder, float8=float8_of(tokens, shapes))
         shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
         head = language_head((norm,), training, shape, boundary=boundary)
+        if divided:
+            embedding, head = (divided_by_tokens(own, tokens) for own in (embedding, head))
         return ModelSpec(
             name=name,
             family="llama",
-            layers=(divided_by_tokens(embedding, tokens), *[decoder] * self.layers, divided_by_tokens(head, tokens)),
+            layers=(embedding, *[decoder] * self.layers, head),
             training=replace(training, sequence_length=tokens),
             config=self.config,
         )
@@ -155,6 +161,7 @@ def _read(fields: Fields) -> Llama:
         inner=fields.count("intermediate_size", default=11008),
         vocabulary=fields.count("vocab_size", default=32000),
         positions=fields.count("max_position_embeddings", default=2048),
+        rope_type=fields.rope_type(),
         activation=fields.activation("hidden_act", default="silu"),
         attention_bias=fields.flag("attention_bias", False),
         feed_forward_bias=fields.flag("mlp_bias", False),

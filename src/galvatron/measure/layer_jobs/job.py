@@ -53,6 +53,7 @@ class LayerJob:
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
         with alone_as(0, max(variant.ranks for variant in self.variants)):
             bench = Bench(self.model, peers)
+            bench.compile_ahead(self.probes)
             for group in self.groups:
                 done, left = len(self.probes) - left, left - len(group)
                 probes = bench.fitting(sorted(group, key=lambda probe: -probe.samples))

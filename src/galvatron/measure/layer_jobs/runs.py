@@ -9,6 +9,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -102,6 +103,22 @@ class Bench:
                 )  # fmt: skip
         counts = Counter(probe.variant for probe in found)
         return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
+
+    def compile_ahead(self, probes: Sequence[LayerProbe]) -> None:
+        """Each rank runs some of the layers once: so they are compiled at the same time, and all ranks then find them
+        in PyTorch's cache. Else the ranks would come with the same layer and wait for the one that compiles it."""
+        peers = self._peers
+        if not self._settings.compile or peers.local_world == 1:
+            return
+        peers.report(0, 1, "compiling layers")
+        variants = list(dict.fromkeys(probe.variant for probe in probes))
+        for variant in variants[peers.rank % peers.local_world :: peers.local_world]:
+            counts = [probe.samples for probe in probes if probe.variant == variant]
+            for samples in sorted(counts, reverse=True):
+                with suppress(torch.OutOfMemoryError):  # of it more is said when it is measured
+                    self.probe(variant, samples).run(1)
+            self.clear()
+        peers.meet()
 
     def clear(self) -> None:
         """Let go of all layers."""

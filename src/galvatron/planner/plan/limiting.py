@@ -84,6 +84,12 @@ def pinned(limits: Limits | None, model: ModelSpec, space: Space, devices: int) 
                 "part of them; 'galvatron strategies' lists those that are"
             )
         if not model.allows(kinds[pin.layer], strategy):
-            raise InvalidInput(f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: heads or tokens do not divide")
+            reason = kinds[pin.layer].context_problem(strategy) or "heads or tokens do not divide"
+            raise InvalidInput(f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: {reason}")
+        if not model.attends(strategy):
+            raise InvalidInput(
+                f"pin: {pin.strategy!r} for layer {pin.layer!r} divides sequences as no layer with attention can, so "
+                "that no search has it; pin other axes of ring and ulysses"
+            )
         found.append((pin.layer, strategy))
     return tuple(found)

@@ -357,8 +357,7 @@ class _Pricing:
             if strategy.offload and not self.request.cluster.device.offloads:
                 reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
             elif not kind.allows_context(strategy):
-                known = kind.context is not None
-                reason = "heads or tokens do not divide" if known else "its sequences cannot be divided over devices"
+                reason = kind.context_problem(strategy) or reason
             elif not kind.allows_grade(strategy):
                 reason = "nobody knows what it keeps then; use +rc or keep all"
             elif not kind.allows_experts(strategy):

@@ -33,13 +33,12 @@ _FAR = 4 * NEVER
 
 
 def _attended(model: ModelSpec, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Those whose context axes some layer with attention can take: others need no more than those (rule context-2)."""
-    attending = [kind.context for kind in model.kinds if kind.context is not None and kind.context.heads]
+    """Those of which the model attends the context axes: asked once for each way to divide a sample."""
     known: dict[tuple[tuple[int, int, int], bool], bool] = {}
     for each in strategies:
         key = each.divided, each.sequence_parallel
         if key not in known:
-            known[key] = each.context_degree == 1 or any(own.allows(each) for own in attending)
+            known[key] = model.attends(each)
     return [each for each in strategies if known[each.divided, each.sequence_parallel]]
 
 

@@ -11,7 +11,6 @@ from transformers import AttentionInterface
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, unknown_to_context
-from galvatron.runtime.context.blocks import Seen
 from galvatron.runtime.context.ring import ring_attention
 from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
 
@@ -48,18 +47,16 @@ def context_attention(
             f"{name}: drops out {dropout} of its attention's weights, which a ring cannot; take Ulysses alone, set the "
             "rate to 0 in the model's configuration, or plan without context parallelism (--no-context-parallel)"
         )
-    masked = mask.documents is not None or mask.kept is not None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask.ulysses:
         query, key, value = (heads_to_tokens(own, mask.ulysses) for own in (query, key, value))
-    if mask.ring or (masked and not dropout):
-        tensors, masks = (query, key, value), (mask.documents, mask.kept)
-        attended = ring_attention(tensors, masks, mask.ring, causal=causal, scale=scale)
+    if mask.ring or (mask.runs is not None and not dropout):
+        attended = ring_attention((query, key, value), mask.runs, mask.ring, causal=causal, scale=scale)
     else:
-        allowed = _allowed(mask, query.shape[2], causal=causal, device=query.device) if masked else None
+        allowed = None if mask.runs is None else _allowed(mask.runs, query, causal=causal)
         attended = functional.scaled_dot_product_attention(
-            query, key, value, allowed, dropout, causal and not masked,
+            query, key, value, allowed, dropout, causal and allowed is None,
             scale=scale, enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
     if mask.ulysses:
@@ -75,12 +72,13 @@ def attend_in_context(layer: nn.Module) -> None:
             config._attn_implementation = CONTEXT_ATTENTION
 
 
-def _allowed(mask: ContextMask, length: int, *, causal: bool, device: torch.device) -> Tensor:
+def _allowed(runs: Tensor, query: Tensor, *, causal: bool) -> Tensor:
     """What each token of a whole sequence may attend to (rows, 1, tokens, tokens)."""
-    seen = Seen(causal, mask.documents, mask.documents, mask.kept)
-    allowed = seen.part(slice(0, length), device, length)
-    assert allowed is not None
-    return allowed[:, None]
+    rows, _, length, _ = query.shape
+    allowed = query.new_zeros((rows, 1, length, length), dtype=torch.bool)
+    for row, first, last, begin, end in runs.tolist():
+        allowed[row, :, first:last, begin:end] = True
+    return allowed.tril_() if causal else allowed
 
 
 AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

@@ -1,98 +1,66 @@
 """Attention of some queries to some keys, with the log-sum-exp of each query's scores, by which results are merged.
 
-Tensors are (rows, heads, tokens, width); several heads of queries may share one of keys and values. On GPUs PyTorch's
-flash kernel computes what is not masked; everywhere else plain products do, a strip of queries at a time, so that no
-map of all scores ever exists.
+Tensors are (rows, heads, tokens, width); several heads of queries may share one of keys and values. Queries see all
+keys, or along the diagonal each itself and those before it: what documents and padding hide is cut off before
+(:mod:`galvatron.runtime.context.cuts`). On GPUs PyTorch's flash kernel computes it; everywhere else plain products do,
+a strip of queries at a time, so that no map of all scores ever exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Seen", "attend", "attend_backward", "merge", "nothing_yet"]
+__all__ = ["attend", "attend_backward", "merge", "nothing_yet"]
 
 _STRIP_CELLS = 1 << 25
 """Scores of a strip at most."""
 _WIDEST_FLASH = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Which keys each query may attend to."""
-
-    diagonal: bool = False
-    """Queries and keys are the same tokens, and each sees itself and those before it."""
-    query_documents: Tensor | None = None
-    """The document of each query (rows, tokens): it sees keys of the same one. None: of any."""
-    key_documents: Tensor | None = None
-    kept: Tensor | None = None
-    """Whether each key may be seen at all (rows, tokens): padding may not. None: all may."""
-
-    @property
-    def masked(self) -> bool:
-        """Whether more than the diagonal decides."""
-        return self.key_documents is not None or self.kept is not None
-
-    def part(self, strip: slice, device: torch.device, keys: int) -> Tensor | None:
-        """(rows or 1, strip of queries, keys): what may be seen. None: all."""
-        allowed: Tensor | None = None
-        if self.diagonal:
-            places = torch.arange(keys, device=device)
-            allowed = (places[strip, None] >= places[None])[None]
-        if self.key_documents is not None and self.query_documents is not None:
-            same = self.query_documents[:, strip, None] == self.key_documents[:, None]
-            allowed = same if allowed is None else allowed & same
-        if self.kept is not None:
-            kept = self.kept[:, None]
-            allowed = kept if allowed is None else allowed & kept
-        return allowed
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    """The weighted values (rows, heads, queries, width) and the log-sum-exp (rows, heads, queries) of the scores.
-
-    A query that sees nothing has zeros, and −∞.
-    """
-    if _flash(query, value, seen):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, seen.diagonal, False, scale=scale
-        )
+def attend(query: Tensor, key: Tensor, value: Tensor, *, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The weighted values (rows, heads, queries, width) and the log-sum-exp (rows, heads, queries) of the scores."""
+    if _flash(query, value):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, diagonal, False, scale=scale)
         return found[0], found[1]
     output = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=_wide(query))
-    for strip, keys, scores in _strips(query, key, seen, scale):
+    for strip, keys, scores in _strips(query, key, scale, diagonal=diagonal):
         norms = torch.logsumexp(scores, -1)
-        shares = torch.exp(scores - _finite(norms)[..., None])
+        shares = torch.exp(scores - norms[..., None])
         output[:, :, strip] = _times(shares, value[:, :, keys]).to(output.dtype)
         lse[:, :, strip] = norms
     return output, lse
 
 
 def attend_backward(
-    gradient: Tensor, tensors: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], seen: Seen, scale: float
+    gradient: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
+    *,
+    diagonal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. ``result``: of all keys, these and those of other blocks, because shares are
     relative to all."""
     query, key, value = tensors
     output, lse = result
-    if _flash(query, value, seen):
+    if _flash(query, value):
         # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
         taken = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
         states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *taken, None, None, query.shape[2], key.shape[2], 0.0, seen.diagonal, *states, scale=scale
+            *taken, None, None, query.shape[2], key.shape[2], 0.0, diagonal, *states, scale=scale
         )
         return found[0], found[1], found[2]
     wide = _wide(query)
     by_query = torch.zeros_like(query)
     by_key, by_value = (torch.zeros_like(own, dtype=wide) for own in (key, value))
-    for strip, keys, scores in _strips(query, key, seen, scale):
+    for strip, keys, scores in _strips(query, key, scale, diagonal=diagonal):
         coming = gradient[:, :, strip].to(wide)
-        shares = torch.exp(scores - _finite(lse[:, :, strip])[..., None])
+        shares = torch.exp(scores - lse[:, :, strip, None])
         by_value[:, :, keys] += _summed_heads(shares, coming, value.shape[1])
         inner = (coming * output[:, :, strip]).sum(-1, keepdim=True)
         by_scores = shares * (_scores(coming, value[:, :, keys]) - inner) * scale
@@ -116,19 +84,17 @@ def merge(total: tuple[Tensor, Tensor], tokens: slice, block: tuple[Tensor, Tens
     output, lse = total
     before, own = lse[:, :, tokens], block[1].to(lse.dtype)
     after = torch.logaddexp(before, own)
-    safe = _finite(after)
-    output[:, :, tokens] *= torch.exp(before - safe)[..., None]
-    output[:, :, tokens] += block[0].to(output.dtype) * torch.exp(own - safe)[..., None]
+    output[:, :, tokens] *= torch.exp(before - after)[..., None]
+    output[:, :, tokens] += block[0].to(output.dtype) * torch.exp(own - after)[..., None]
     lse[:, :, tokens] = after
 
 
-def _flash(query: Tensor, value: Tensor, seen: Seen) -> bool:
+def _flash(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's flash kernel takes these."""
     width = query.shape[-1]
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
-        and not seen.masked
         and value.shape[-1] == width <= _WIDEST_FLASH
         and width % 8 == 0
     )
@@ -138,28 +104,19 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _finite(lse: Tensor) -> Tensor:
-    """For queries that see nothing: exp(−∞ − 0) is zero, exp(−∞ + ∞) no number."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)
-
-
-def _strips(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries, strip by strip, the keys between the first and the last that one of them sees, and the scores of these
-    (rows, heads, strip, keys). Strips that see nothing are left out."""
+def _strips(query: Tensor, key: Tensor, scale: float, *, diagonal: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, strip by strip, the keys up to the last that one of them sees, and the scores of these (rows, heads,
+    strip, keys)."""
     rows, heads, queries, _ = query.shape
     count = key.shape[2]
     each = max(1, _STRIP_CELLS // max(1, rows * heads * count))
     for begin in range(0, queries, each):
-        strip, keys = slice(begin, min(begin + each, queries)), slice(0, count)
-        allowed = seen.part(strip, query.device, count)
-        if allowed is not None:
-            found = allowed.flatten(0, 1).any(0).nonzero()
-            if not len(found):
-                continue
-            keys = slice(int(found[0]), int(found[-1]) + 1)
+        strip = slice(begin, min(begin + each, queries))
+        keys = slice(0, strip.stop if diagonal else count)
         scores = _scores(query[:, :, strip].to(_wide(query)), key[:, :, keys]) * scale
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed[:, None, :, keys], -torch.inf)
+        if diagonal:
+            places = torch.arange(count, device=query.device)
+            scores = scores.masked_fill(places[strip, None] < places[None, keys], -torch.inf)
         yield strip, keys, scores
 
 

@@ -17,17 +17,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from galvatron.runtime import collectives
-from galvatron.runtime.context.blocks import Seen, attend, attend_backward, merge, nothing_yet
+from galvatron.runtime.context.blocks import attend, attend_backward, merge, nothing_yet
+from galvatron.runtime.context.cuts import Zigzag
 from galvatron.runtime.tensor_parallel import operators
 
 __all__ = ["ring_attention"]
 
-_ALL = slice(None)
-
 
 def ring_attention(
     tensors: tuple[Tensor, Tensor, Tensor],
-    masks: tuple[Tensor | None, Tensor | None],
+    runs: Tensor | None,
     ring: str,
     *,
     causal: bool,
@@ -35,83 +34,24 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks of a ring, in zig-zag order.
 
-    ``tensors``: query, key and value (rows, heads, tokens, width). ``masks``: of all tokens of the sequence, in order,
-    the number of each one's document, and whether it is no padding (rows, tokens). ``ring``: the name of the group;
-    empty: this rank has the whole sequence.
+    ``tensors``: query, key and value (rows, heads, tokens, width). ``runs``: of all tokens of the sequence, as of
+    :class:`~galvatron.families.context.ContextMask`. ``ring``: the name of the group; empty: this rank has the whole
+    sequence.
     """
-    none = torch.empty(0, device=tensors[0].device)
-    given = [none if mask is None else mask for mask in masks]
-    attended: Tensor = _node(list(tensors), given, ring, causal, scale)[0]
+    attended: Tensor = _node(list(tensors), runs, ring, causal, scale)[0]
     return attended
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """Documents and padding of the whole sequence."""
-
-    documents: Tensor | None
-    kept: Tensor | None
-
-    @classmethod
-    def of(cls, masks: Sequence[Tensor]) -> _Masks:
-        return cls(*(mask if mask.numel() else None for mask in masks))
-
-    def seen(self, queries: Tensor, keys: Tensor, *, diagonal: bool) -> Seen:
-        """Between tokens with these numbers."""
-        own = self.documents
-        return Seen(
-            diagonal,
-            None if own is None else own[:, queries],
-            None if own is None else own[:, keys],
-            None if self.kept is None else self.kept[:, keys],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """What this rank computes while it has the keys and values of one rank."""
-
-    queries: slice
-    """Of its own tokens."""
-    keys: slice
-    """Of the other's tokens."""
-    seen: Seen
-
-    def of(self, query: Tensor, held: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Its part of this rank's queries, and of the keys and values that this rank has."""
-        key, value = held
-        return query[:, :, self.queries], key[:, :, self.keys], value[:, :, self.keys]
-
-
 class _Ring:
-    """The ranks of a ring, and what each computes when."""
+    """The ranks of a ring."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
-    def tokens(self, rank: int, count: int, device: torch.device) -> Tensor:
-        """The numbers of a rank's tokens, of which each has so many."""
-        if self.size == 1:
-            return torch.arange(count, device=device)
-        chunk = count // 2
-        places = torch.arange(chunk, device=device)
-        return torch.cat([rank * chunk + places, (2 * self.size - 1 - rank) * chunk + places])
-
-    def block(self, step: int, query: Tensor, masks: _Masks, *, causal: bool) -> _Block:
-        """In a step this rank has what the rank so many places before it has."""
-        count, device = query.shape[2], query.device
-        source = (self.rank - step) % self.size
-        queries, keys = _ALL, _ALL
-        if causal and source < self.rank:
-            keys = slice(0, count // 2)
-        elif causal and source > self.rank:
-            queries = slice(count // 2, count)
-        diagonal = causal and source == self.rank
-        if masks.documents is None and masks.kept is None:
-            return _Block(queries, keys, Seen(diagonal))
-        own, others = (self.tokens(rank, count, device) for rank in (self.rank, source))
-        return _Block(queries, keys, masks.seen(own[queries], others[keys], diagonal=diagonal))
+    def before(self, step: int) -> int:
+        """Whose keys and values this rank has in a step: that of the rank so many places before it."""
+        return (self.rank - step) % self.size
 
     def pass_on(self, tensors: Sequence[Tensor]) -> _Passing:
         """To the next rank, and from the one before."""
@@ -145,27 +85,28 @@ def _ring(name: str) -> _Ring:
 
 # One node of a graph, which a layer that is recomputed in part keeps: see ``galvatron.runtime.selective``.
 
-_SETTINGS = "Tensor[] masks, str ring, bool causal, float scale"
-"""Masks: documents and what is kept, of no size where there are none."""
+_SETTINGS = "Tensor? runs, str ring, bool causal, float scale"
 
 
 @operators.node("attend_over_ring", f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)")
-def _node(tensors: list[Tensor], masks: list[Tensor], ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _node(tensors: list[Tensor], runs: Tensor | None, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """What queries attend to among keys and values, and the log-sum-exp of all their scores."""
     query, *held = tensors
-    ranks, marks = _ring(ring), _Masks.of(masks)
-    total = nothing_yet(query, held[1].shape[-1])
+    ranks = _ring(ring)
+    tokens = Zigzag(ranks.size, query.shape[2])
+    output, lse = nothing_yet(query, held[1].shape[-1])
     for step in range(ranks.size):
         passing = ranks.pass_on(held) if step + 1 < ranks.size else None
-        block = ranks.block(step, query, marks, causal=causal)
-        merge(total, block.queries, attend(*block.of(query, held), block.seen, scale))
+        for cut in tokens.cuts(ranks.rank, ranks.before(step), runs, causal=causal):
+            found = attend(*cut.of(query, (held[0], held[1])), diagonal=cut.diagonal, scale=scale)
+            merge((output[cut.rows], lse[cut.rows]), cut.queries, found)
         if passing is not None:
             held = passing.result()
-    return total[0].to(query.dtype), total[1]
+    return output.to(query.dtype), lse
 
 
 @_node.register_fake
-def _(tensors: list[Tensor], masks: list[Tensor], ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _(tensors: list[Tensor], runs: Tensor | None, ring: str, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     query, _, value = tensors
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty(query.shape[:-1], dtype=wide)
@@ -173,25 +114,30 @@ def _(tensors: list[Tensor], masks: list[Tensor], ring: str, causal: bool, scale
 
 @operators.node("backward_of_attend_over_ring", f"(Tensor gradient, Tensor[] saved, {_SETTINGS}) -> Tensor[]")
 def _backward_node(
-    gradient: Tensor, saved: list[Tensor], masks: list[Tensor], ring: str, causal: bool, scale: float
+    gradient: Tensor, saved: list[Tensor], runs: Tensor | None, ring: str, causal: bool, scale: float
 ) -> list[Tensor]:
     """Gradients of keys and values follow these round, each rank adds its part, and after the last step they are back
     where they belong."""
     output, lse, query, *held = saved
-    ranks, marks = _ring(ring), _Masks.of(masks)
+    ranks = _ring(ring)
+    tokens = Zigzag(ranks.size, query.shape[2])
     by_query, *sums = (tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (query, *held))
     coming: _Passing | None = None
     for step in range(ranks.size):
         passing = ranks.pass_on(held) if step + 1 < ranks.size else None
-        block = ranks.block(step, query, marks, causal=causal)
-        own = block.queries
-        outer = (output[:, :, own], lse[:, :, own])
-        found = attend_backward(gradient[:, :, own], block.of(query, held), outer, block.seen, scale)
-        by_query[:, :, own] += found[0]
+        parts = []
+        for cut in tokens.cuts(ranks.rank, ranks.before(step), runs, causal=causal):
+            outer, *result = (tensor[cut.rows, :, cut.queries] for tensor in (gradient, output, lse))
+            by_cut, *found = attend_backward(
+                outer, cut.of(query, (held[0], held[1])), (result[0], result[1]), diagonal=cut.diagonal, scale=scale
+            )
+            by_query[cut.rows, :, cut.queries] += by_cut
+            parts.append((cut, found))
         if coming is not None:
             sums = coming.result()
-        for total, part in zip(sums, found[1:], strict=True):
-            total[:, :, block.keys] += part
+        for cut, found in parts:
+            for total, part in zip(sums, found, strict=True):
+                total[cut.rows, :, cut.keys] += part
         coming = ranks.pass_on(sums) if ranks.size > 1 else None
         if passing is not None:
             held = passing.result()
@@ -202,20 +148,19 @@ def _backward_node(
 
 @_backward_node.register_fake
 def _(
-    gradient: Tensor, saved: list[Tensor], masks: list[Tensor], ring: str, causal: bool, scale: float
+    gradient: Tensor, saved: list[Tensor], runs: Tensor | None, ring: str, causal: bool, scale: float
 ) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in saved[2:]]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, masks, *ctx.settings = inputs
-    ctx.save_for_backward(*output, *tensors, *masks)
+    tensors, runs, *ctx.settings = inputs
+    ctx.save_for_backward(*output, *tensors, runs)
 
 
 def _give_back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *saved, documents, kept = ctx.saved_tensors
-    found = _backward_node(gradient, saved, [documents, kept], *ctx.settings)
-    return found, [None, None], None, None, None
+    *saved, runs = ctx.saved_tensors
+    return _backward_node(gradient, saved, runs, *ctx.settings), None, None, None, None
 
 
 _node.register_autograd(_give_back, setup_context=_keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -242,7 +243,9 @@ def _loss(outputs: Activations, batch: LocalBatch) -> Tensor:
     """What a micro-batch adds to the mean loss: its sum over the targets of the batch, and its own term, of which the
     loss has the mean over micro-batches."""
     loss, *terms = outputs
-    return sum((term / len(batch.micro_batches) for term in terms), start=loss / batch.targets)
+    # Of no target PyTorch's mean is no number, but its gradient is zero: weights stay what they are.
+    mean = loss / batch.targets if batch.targets else 0.0 * loss + math.nan
+    return sum((term / len(batch.micro_batches) for term in terms), start=mean)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
         local = torch.where(mine, labels - words.start, 0).unsqueeze(-1)
         highest = wide.amax(-1) if len(words) else wide.new_full(labels.shape, -torch.inf)
         highest = collectives.maximum(highest, group)
-        shifted = wide - highest.unsqueeze(-1)
+        # A copy is ours to write over: maps of tokens × words are what memory goes into here.
+        shifted = wide - highest.unsqueeze(-1) if wide.dtype == logits.dtype else wide.sub_(highest.unsqueeze(-1))
         target = shifted.gather(-1, local).squeeze(-1) * mine if len(words) else torch.zeros_like(highest)
         target = smoothed_target(shifted, target, smoothing)
         shares = shifted.exp_()
@@ -143,7 +144,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         shares, local, mine, counted = ctx.saved_tensors
         share, each = ctx.smoothing.share, ctx.smoothing.each
-        by_logits = (shares - each if share else shares) * (counted * gradient).unsqueeze(-1)
+        # In place: autograd refuses a second pass over what was saved and then changed.
+        by_logits = (shares.sub_(each) if share else shares).mul_((counted * gradient).unsqueeze(-1))
         if by_logits.shape[-1]:
             by_logits.scatter_add_(-1, local, (mine * ((share - 1) * gradient)).to(by_logits.dtype).unsqueeze(-1))
         return by_logits.to(ctx.dtype), None, None, None, None
