@@ -79,7 +79,7 @@ class ExpertChoices:
         possible = [(axes, each) for axes, each in alone if any(kind.allows_experts(each) for kind in kinds)]
         tensors = {each.expert_factors(Kind.TP) for _, each in possible}
         takes = allowed(cost.model, kinds, strategies, LayerSpec.supports).any(axis=0)
-        taken = [strategies[place] for place in np.nonzero(takes)[0]]
+        taken = [strategies[place] for place in np.nonzero(takes)[0].tolist()]
         usable = [each for each in taken if not each.graded and _tensors(*_class(each)[:2]) & tensors]
         return cls(cost, usable, [axes for axes, _ in possible], degree) if usable else None
 
