@@ -9,8 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # others may be at work on it
-hypothesis.settings.load_profile("any machine")
+# No deadlines: others may be at work on the machine.
+hypothesis.settings.register_profile("short", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("longer", deadline=None, max_examples=200)
 
 _HERE = Path(__file__).parent
 _ORACLES = (
@@ -35,6 +36,11 @@ _ORDER = ("train", "measure", "benchmarks", "processes", "runtime", "cli", "plan
 """Folders whose tests take long, before the others."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is read: more examples in the longer run."""
+    hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "longer")
+
+
 def _folder(item: pytest.Item) -> str:
     return item.path.parent.relative_to(_HERE).as_posix()
 
@@ -48,6 +54,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the ranks that tests share before any test runs: forked from a process in which profilers and thread pools
     are at work, one of them may come up broken."""
     folders = {_folder(item) for item in getattr(session, "items", ())}
+    if "train" in folders:
+        from jobs import server
+
+        server()
     worlds = {world for folder, sizes in _WORLDS.items() if folder in folders for world in sizes}
     if worlds:
         from ranks import ranks

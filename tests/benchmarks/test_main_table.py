@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from fork_server_jobs import OneRankFails, TellRank
@@ -30,7 +31,7 @@ def fork_server() -> Iterator[ForkServer]:
 class _Shared:
     """A fork_server that outlives whoever uses it."""
 
-    def __init__(self, fork_server: ForkServer) -> None:
+    def __init__(self, fork_server: ForkServer | _Never) -> None:
         self.run = fork_server.run
 
     def __enter__(self) -> _Shared:
@@ -40,7 +41,9 @@ class _Shared:
         pass
 
 
-def _table(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, results: Path, *arguments: str) -> list[Run]:
+def _table(
+    fork_server: ForkServer | _Never, monkeypatch: pytest.MonkeyPatch, results: Path, *arguments: str
+) -> list[Run]:
     monkeypatch.setattr(fresh_ranks, "ForkServer", lambda prepare: _Shared(fork_server))
     main_table.main(["--tiny", "--results", str(results), *arguments])
     return read_runs(results)
@@ -132,8 +135,15 @@ def test_goes_on_where_it_stopped(fork_server: ForkServer, monkeypatch: pytest.M
     assert len(again.iterations_s) == 6
 
 
-def test_no_time_no_run(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runs = _table(fork_server, monkeypatch, tmp_path / "r.jsonl", "--models", "bert-huge-32", "--seconds", "5")
+class _Never:
+    """A fork_server that nobody may ask for ranks."""
+
+    def run(self, *_: object) -> NoReturn:
+        pytest.fail("ranks were started")
+
+
+def test_no_time_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = _table(_Never(), monkeypatch, tmp_path / "r.jsonl", "--models", "bert-huge-32", "--seconds", "5")
     assert runs == []
 
 

@@ -55,7 +55,7 @@ def _alone(plan: Plan, parts: int) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "system"),
     [
-        ("bert-huge-32", "dp"),
+        pytest.param("bert-huge-32", "dp", marks=pytest.mark.slow),
         pytest.param("bert-huge-32", "tp", marks=pytest.mark.slow),
         ("bert-huge-32", "pp"),
         ("vit-huge-32", "tp"),

@@ -30,6 +30,23 @@ def test_parameters_are_on_meta_and_buffers_are_right(name: str) -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(stock.named_buffers()), rtol=0, atol=0)
 
 
+class _Filled(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[no-untyped-call]
+        self.register_buffer("constant", nn.init.constant_(torch.zeros(3), 2.0))
+        self.register_buffer("drawn", nn.init.uniform_(torch.zeros(3), 4.0, 5.0))
+        self.register_buffer("put_in", torch.zeros(3).fill_(6.0))
+
+
+def test_what_fills_buffers_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what would fill a parameter, which has no memory, is left out."""
+    monkeypatch.setattr(transformers, "LlamaForCausalLM", _Filled)
+    model: Any = build_meta(CONFIGS["llama"](), Training())
+    assert model.constant.tolist() == [2.0] * 3
+    assert model.drawn.min() >= 4
+    assert model.put_in.tolist() == [6.0] * 3
+
+
 @pytest.mark.parametrize(
     ("attention", "expected"), [(Attention.FUSED, "sdpa"), (Attention.EAGER, "eager"), (Attention.PAPER, "eager")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Attention, Precision, Training
+from galvatron.core.spec import Attention, ModelSpec, Precision, Training
 from galvatron.families import load_model
 from galvatron.families.build import build_meta
 from galvatron.measure.describe import describe
@@ -20,8 +21,9 @@ from galvatron.measure.describe import describe
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _EXPERTS, _CHOSEN, _TOKENS = 16, 24, 4, 2, 4, 2, 8
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, longer(Precision.FP32)])
-def test_flops_of_experts_equal_a_count_by_hand(precision: Precision) -> None:
+@cache
+def _mixtral(precision: Precision) -> ModelSpec:
+    """What is told of a small Mixtral."""
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=_HIDDEN,
@@ -37,6 +39,13 @@ def test_flops_of_experts_equal_a_count_by_hand(precision: Precision) -> None:
     model: nn.Module = MixtralForCausalLM._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     ids = torch.zeros((1, _TOKENS), dtype=torch.long)
     spec = describe(model, {"input_ids": ids, "labels": ids}, Training(precision=precision))
+    assert spec.parameters == sum(own.numel() for own in model.parameters())
+    return spec
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, longer(Precision.FP32)])
+def test_flops_of_experts_equal_a_count_by_hand(precision: Precision) -> None:
+    spec = _mixtral(precision)
     width = _HIDDEN // _HEADS
     projections = 2 * _TOKENS * _HIDDEN * width * (_HEADS + 2 * _KV_HEADS + _HEADS)
     scores = 2 * 2 * _HEADS * _TOKENS * _TOKENS * width // 2  # half of each product is masked
@@ -121,19 +130,8 @@ def test_description_is_the_zoos(kind: str, attention: Attention, tmp_path: Path
 
 
 def test_in_half_precision() -> None:
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
-    )  # fmt: skip
-    config.architectures = ["MixtralForCausalLM"]
-    model = build_meta(config, Training(dropout=False))
-    ids = torch.zeros(1, 12, dtype=torch.long)
-    full, half = (
-        describe(model, {"input_ids": ids, "labels": ids}, Training(precision=precision))
-        for precision in (Precision.FP32, Precision.BF16)
-    )
-    assert full.layers[1].boundary_bytes == 2 * half.layers[1].boundary_bytes == 12 * 16 * 4
-    assert half.parameters == full.parameters == sum(own.numel() for own in model.parameters())
+    full, half = _mixtral(Precision.FP32), _mixtral(Precision.BF16)
+    assert full.layers[1].boundary_bytes == 2 * half.layers[1].boundary_bytes == _TOKENS * _HIDDEN * 4
 
 
 def test_blocks_of_several_kinds() -> None:

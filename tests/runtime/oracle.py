@@ -48,7 +48,8 @@ class Case:
     micro_batches: int = 1
     schedule: str = "1f1b"
     dtype: torch.dtype = torch.float64
-    steps: int = 3
+    steps: int = 2
+    """The second has weights, moments and gradients that the first left."""
     clip: float | None = None
     padding: bool = False
     """Samples of different lengths, with all optional inputs of the family; of token models."""

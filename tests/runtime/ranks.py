@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["RankError", "Ranks", "ranks"]
@@ -67,7 +69,7 @@ class Ranks:
         """``function(*args)`` on each rank. After a failure the ranks are out of step, so new ones will be started."""
         if not self._processes:
             self._start()
-        job = pickle.dumps((function, args))
+        job = _packed((function, args))
         for pipe in self._pipes:
             pipe.send_bytes(job)
         results: dict[int, Any] = {}
@@ -154,9 +156,28 @@ def _serve(rank: int, world: int, port: int, stacks: Path, pipe: Connection) -> 
             answer = True, function(*args)
         except BaseException:
             answer = False, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(_packed(answer))
         del function, args, answer
         _drop_groups()
+
+
+class _Pickler(pickle.Pickler):
+    """Plain tensors go as their bytes: PyTorch would write a file for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or value.layout != torch.strided or value.is_meta:
+            return NotImplemented
+        return _unpacked, (value.contiguous().flatten().view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _unpacked(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(content).view(dtype).view(shape)
+
+
+def _packed(value: object) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
 
 
 def _drop_groups() -> None:

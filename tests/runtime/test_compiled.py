@@ -191,3 +191,26 @@ def test_without_a_compiler_nothing_is_compiled(
     caplog.clear()
     assert not compiled.compiles(False, torch.device("cpu"))
     assert not caplog.text
+
+
+def _packed(case: Case, plan: galvatron.Plan, folder: Path, given: dict[str, Tensor]) -> list[int]:
+    """On a rank: graphs compiled after each of some batches with documents of other lengths."""
+    inductor.cpp.simdlen = 1
+    model, before = build(case, plan, folder), compiler().graphs
+    found = []
+    for every in (2, 3, 4, 5, 8):
+        places = torch.arange(8).expand(given["input_ids"].shape) % every
+        model.forward_backward({**given, "position_ids": places})
+        found.append(compiler().graphs - before)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "dropout"), [("ring2", 0.0), ("ulysses2", 0.0), ("ulysses2", 0.1)])
+def test_other_documents_do_not_compile_anew(strategy: str, dropout: float) -> None:
+    """Once for some number of documents, once for any, once for one document a row."""
+    case = _case("llama", ["dp2", strategy, "dp2"], attention_dropout=dropout)
+    (given, *_) = batches(case)
+    for graphs in ranks(2).run(_packed, case, plan_for(case), first_weights(case), given):
+        assert graphs[1] == graphs[3] <= 2
+        assert graphs[-1] <= 3

@@ -44,7 +44,7 @@ def _between(values: list[float]) -> list[float]:
         longer("dp4+rc", 1 + 1, 1 + 1, 1 + 1),
         longer("dp2-tp2+rc", 0.5 + 0.5, 0.5 + 0.5, 0.5 + 0.5),
         # Whole parameters from the first forward to the last backward beside the shard that the optimizer updates.
-        ("dp4+zero2+rc", 1 + 0.25 + 0.25, 1 + 0.25 + 0.25, 0.25 + 0.25),
+        longer("dp4+zero2+rc", 1 + 0.25 + 0.25, 1 + 0.25 + 0.25, 0.25 + 0.25),
     ],
 )
 def test_parameters_and_gradients_in_fp32(strategy: str, between: float, forward_done: float, end: float) -> None:

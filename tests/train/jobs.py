@@ -6,6 +6,7 @@ They find what torchrun would give them: their numbers, and a store that outlive
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -14,10 +15,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from oracle import Case
@@ -30,21 +33,41 @@ from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
 
-__all__ = ["Job", "plan_of", "run_to_end"]
+__all__ = ["Job", "plan_of", "run_to_end", "server"]
 
 _LIMIT_S = 120.0
 _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 
 
 @cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
+def server() -> ForkServerContext:
+    """The server, forked from this process before its tests start threads: a new process would import all again."""
     modelling = [f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES]
     modelling += [f"galvatron.families.{family}.{part}" for family in _FAMILIES for part in ("facts", "adapter")]
     plans = ["galvatron.planner.plan.reading", "pydantic.dataclasses", "pydantic.type_adapter"]
-    needed = ["galvatron.train.worker", "torch._dynamo", "safetensors.torch", *plans, *modelling]
-    context.set_forkserver_preload(needed)
-    return context
+    for name in ("galvatron.train.worker", "torch._dynamo", "safetensors.torch", *plans, *modelling):
+        importlib.import_module(name)
+    resource_tracker.ensure_running()
+    with patch.object(util, "spawnv_passfds", _forked):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+def _forked(_: object, arguments: Sequence[Any], kept: Sequence[int]) -> int:
+    """In place of a new interpreter: a fork of this one, which runs the same program and has the same files open."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: those of pytest serve no one
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        low = 3
+        for own in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(low, own)
+            low = own + 1
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def plan_of(
@@ -80,7 +103,7 @@ class Job:
         self.processes: list[BaseProcess] = []
         for rank in range(self.world):
             facts = (path, rank, self.world, self._store.port, tamper, args)
-            process = _server().Process(target=_rank, args=facts, daemon=True)
+            process = server().Process(target=_rank, args=facts, daemon=True)
             process.start()
             self.processes.append(process)
 

@@ -134,7 +134,8 @@ def _weights(path: Path) -> dict[str, SavedTensor]:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("sharded", "pipeline"),
+        ("two ranks", "pipeline"),
+        longer("sharded", "pipeline"),
         longer("tensor parallel", "sharded"),
         longer("pipeline", "tensor parallel"),
         longer("sharded", "mixed"),

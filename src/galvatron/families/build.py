@@ -137,6 +137,11 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
             setattr(config, field, 0.0)
 
 
+_FILLING = {"constant_", "fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"}
+"""What gives a tensor its first values, of torch and of transformers, which puts its own in torch's place. It changes
+nothing on the meta device, where it takes most of a build's time."""
+
+
 class _EmptyOnMeta(TorchFunctionMode):
     """Uninitialised tensors, the raw material of torch's own layers, take no memory; all others are computed."""
 
@@ -144,6 +149,10 @@ class _EmptyOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
+        elif getattr(function, "__name__", None) in _FILLING:
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta:
+                return filled
         return function(*args, **kwargs)
 
 

@@ -11,12 +11,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.facts.blocks import rotates_by_length
@@ -29,6 +36,7 @@ __all__ = [
     "given_mask",
     "mask_given",
     "next_tokens",
+    "plain_mask",
     "rotation_by_length",
     "runs_seen",
     "sliced",
@@ -195,8 +203,23 @@ def mask_given() -> ContextMask | None:
     return _GIVEN.get()
 
 
-def _made(*_: Any, **__: Any) -> ContextMask | None:
-    return mask_given()
+_PLAIN = (causal_mask_function, bidirectional_mask_function)
+
+
+def plain_mask(mask_function: Any, local_size: int | None, *, documents: bool = False) -> bool:
+    """Whether a mask that transformers' helpers are asked for hides nothing, or the tokens behind each one, alone: no
+    window, no chunks, and nothing that the model adds. ``documents``: those of packed rows may be apart."""
+    parts = getclosurevars(mask_function).nonlocals.get("mask_functions", ()) if documents else ()
+    packed = packed_sequence_mask_function.__qualname__
+    kinds = [
+        own in _PLAIN or getattr(own, "__qualname__", "").startswith(f"{packed}.") for own in parts or (mask_function,)
+    ]
+    return local_size is None and all(kinds)
+
+
+def _made(*_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> ContextMask | None:
+    """None, which attention refuses, for a mask of which it knows nothing: a batch may ask for another than a trial."""
+    return mask_given() if plain_mask(mask_function, local_size, documents=True) else None
 
 
 AttentionMaskInterface.register(CONTEXT_ATTENTION, _made)

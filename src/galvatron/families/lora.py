@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "is_adapter",
     "lora_of",
     "plain_name",
+    "scale_at_rank",
     "without_adapter",
     "without_peft",
 ]
@@ -70,6 +72,23 @@ def adapter_of(module: nn.Module) -> Adapter | None:
         return None
     lora: Any = module
     return Adapter(lora.lora_A[_NAME], lora.lora_B[_NAME], float(lora.scaling[_NAME]))
+
+
+def scale_at_rank(layer: nn.Module) -> None:
+    """Let the adapters of a layer be scaled where they are narrow. peft scales their wide results, and so the gradients
+    of these: two passes over memory for each projection, which keep compilers from adding within the product, too."""
+    for module in layer.modules():
+        if adapter_of(module) is not None:
+            module.forward = MethodType(_adapted, module)
+
+
+def _adapted(module: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """W x + B (scaling · A x)."""
+    own = Adapter(module.lora_A[_NAME], module.lora_B[_NAME], module.scaling[_NAME])
+    result: Tensor = module.base_layer(tensor, *args, **kwargs)
+    low: Tensor = own.down(module.lora_dropout[_NAME](tensor.to(own.down.weight.dtype)))
+    added: Tensor = own.up(low * own.scaling)
+    return result + added.to(result.dtype)
 
 
 def without_adapter(module: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from galvatron.core.spec import Kind, Strategy
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import Layer, LayeredModel, Tie, Use
+from galvatron.families.lora import scale_at_rank
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
 from galvatron.runtime import collectives
@@ -130,6 +131,7 @@ class _Assembler:
         layer = self.layered.layers[index].detached()
         if strategy.context_factors:
             attend_in_context(layer)
+        scale_at_rank(layer)
         if index == len(self.layered.layers) - 1:
             self._sum_rows(layer, strategy)
         shared = frozenset(use.name for _, tie, use in self._ties(index) if tie.small)

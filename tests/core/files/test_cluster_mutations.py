@@ -75,7 +75,7 @@ def changed(place: Place, change: Callable[[Any, Any], None]) -> str:
     return "\n".join(f"{rendered(key)} = {rendered(value)}" for key, value in content.items())
 
 
-many = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def test_the_unchanged_file_survives_the_rendering(tmp_path: Path) -> None:

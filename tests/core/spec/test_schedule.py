@@ -15,12 +15,18 @@ from galvatron.planner.cost import Pace, iteration_ns
 Place = tuple[Pass, int, int]
 """A pass, its place among all chunks of all stages in the order of the model's layers, and its micro-batch."""
 
+_MICRO_BATCHES = (*range(1, 10), 12, 16, 24)
 _PIPELINES = [
-    pytest.param(schedule, stages, micro_batches, id=f"{schedule.name}-{stages}-{micro_batches}")
-    for schedule, stages, micro_batches in product(SCHEDULES, range(1, 9), (*range(1, 10), 12, 16, 24))
-    if schedule.runs(stages, micro_batches)
+    pytest.param(schedule, stages, id=f"{schedule.name}-{stages}")
+    for schedule, stages in product(SCHEDULES, range(1, 9))
+    if any(schedule.runs(stages, micro_batches) for micro_batches in _MICRO_BATCHES)
 ]
-every_pipeline = pytest.mark.parametrize(("schedule", "stages", "micro_batches"), _PIPELINES)
+every_pipeline = pytest.mark.parametrize(("schedule", "stages"), _PIPELINES)
+
+
+def counts(schedule: Schedule, stages: int) -> list[int]:
+    """Of micro-batches that the pipeline may have."""
+    return [micro_batches for micro_batches in _MICRO_BATCHES if schedule.runs(stages, micro_batches)]
 
 
 def orders(schedule: Schedule, stages: int, micro_batches: int) -> list[tuple[Action, ...]]:
@@ -68,34 +74,35 @@ def peak(actions: tuple[Action, ...]) -> int:
 
 
 @every_pipeline
-def test_every_micro_batch_passes_every_chunk_once_each_way(
-    schedule: Schedule, stages: int, micro_batches: int
-) -> None:
+def test_every_micro_batch_passes_every_chunk_once_each_way(schedule: Schedule, stages: int) -> None:
     """And in order over each boundary, so that neighbouring stages send and receive the same micro-batch."""
     chunks = schedule.chunks if stages > 1 else 1
-    for actions in orders(schedule, stages, micro_batches):
-        assert len(actions) == 2 * chunks * micro_batches
-        for kind, chunk in product(Pass, range(chunks)):
-            passed = [each.micro_batch for each in actions if each.kind is kind and each.chunk == chunk]
-            assert passed == list(range(micro_batches))
+    for micro_batches in counts(schedule, stages):
+        for actions in orders(schedule, stages, micro_batches):
+            assert len(actions) == 2 * chunks * micro_batches
+            for kind, chunk in product(Pass, range(chunks)):
+                passed = [each.micro_batch for each in actions if each.kind is kind and each.chunk == chunk]
+                assert passed == list(range(micro_batches))
 
 
 @every_pipeline
-def test_as_many_in_flight_as_priced(schedule: Schedule, stages: int, micro_batches: int) -> None:
+def test_as_many_in_flight_as_priced(schedule: Schedule, stages: int) -> None:
     chunks = schedule.chunks if stages > 1 else 1
-    held = [math.ceil(peak(actions) / chunks) for actions in orders(schedule, stages, micro_batches)]
-    assert [schedule.in_flight(stage, stages, micro_batches) for stage in range(stages)] == held
-    assert min(held) == held[-1], "bounds of the search count what the last stage holds"
+    for micro_batches in counts(schedule, stages):
+        held = [math.ceil(peak(actions) / chunks) for actions in orders(schedule, stages, micro_batches)]
+        assert [schedule.in_flight(stage, stages, micro_batches) for stage in range(stages)] == held, micro_batches
+        assert min(held) == held[-1], "bounds of the search count what the last stage holds"
 
 
 @every_pipeline
-def test_the_bubble_is_the_priced_one(schedule: Schedule, stages: int, micro_batches: int) -> None:
+def test_the_bubble_is_the_priced_one(schedule: Schedule, stages: int) -> None:
     """Equal stages, whose backward is twice their forward."""
     chunks = schedule.chunks if stages > 1 else 1
-    total = simulate(orders(schedule, stages, micro_batches), chunks, forward=1, backward=2)
     work = 3 * chunks
-    assert iteration_ns([work] * stages, Pace.of(schedule, stages, micro_batches)) == total
-    assert total - micro_batches * work == schedule.bubble * (stages - 1) * work
+    for micro_batches in counts(schedule, stages):
+        total = simulate(orders(schedule, stages, micro_batches), chunks, forward=1, backward=2)
+        assert iteration_ns([work] * stages, Pace.of(schedule, stages, micro_batches)) == total, micro_batches
+        assert total - micro_batches * work == schedule.bubble * (stages - 1) * work, micro_batches
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from browser import cut_off, needs_browser, opened_browser
+from longer import longer
 
 import galvatron
 from galvatron.planner.pages.comparison_page import comparison_page
@@ -139,9 +140,10 @@ def test_the_timeline_zooms_and_says_what_is_under_the_pointer(browser: Any, pag
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1100])
-def test_it_is_readable(browser: Any, page_file: Path, scheme: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "dark"), (1100, "light"), longer(390, "light"), longer(1100, "dark")]
+)
+def test_it_is_readable(browser: Any, page_file: Path, width: int, scheme: str) -> None:
     """Nothing is wider than the screen, charts are drawn, and text stands out from what is behind it."""
     page, problems = _opened(browser, page_file, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width

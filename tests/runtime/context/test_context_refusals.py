@@ -16,12 +16,19 @@ from parity import build, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor
+from transformers import AutoConfig
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 import galvatron
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
-from galvatron.families.context import ContextMask, sliced
+from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, given_mask, sliced
 from galvatron.families.registry import layered_model
 from galvatron.runtime.context.attention import context_attention
 
@@ -107,6 +114,37 @@ def test_a_slice_of_a_batch() -> None:
     _, mask = sliced(padded, tokens, ("a", "b"), shifts=True, separates=True)
     assert mask.runs is not None
     assert mask.runs.tolist() == [[0, 0, 8, 0, 8], [1, 0, 8, 2, 5], [1, 0, 8, 6, 7]]
+
+
+def _block(*places: Tensor) -> Tensor:
+    """Tokens 2 and 3 see each other."""
+    _, _, query, key = places
+    return (query >= 2) & (query < 4) & (key >= 2) & (key < 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "known"),
+    [
+        (create_causal_mask, {}, True),
+        (create_causal_mask, {"position_ids": torch.arange(8)[None] % 4}, True),
+        (create_bidirectional_mask, {}, True),
+        (create_causal_mask, {"or_mask_function": _block}, False),
+        (create_causal_mask, {"and_mask_function": _block, "position_ids": torch.arange(8)[None] % 4}, False),
+        (create_causal_mask, {"block_sequence_ids": torch.zeros(1, 8, dtype=torch.long)}, False),
+        (create_sliding_window_causal_mask, {}, False),
+        (create_chunked_causal_mask, {}, False),
+    ],
+)
+def test_masks_that_a_model_asks_for(make: Any, asked: dict[str, Any], known: bool) -> None:
+    """Of those that attention over divided sequences does not know it gets none, and refuses that."""
+    own: Any = config("llama")
+    chosen = AutoConfig.for_model(**{**own, "sliding_window": 4, "attention_chunk_size": 4})
+    chosen._attn_implementation = CONTEXT_ATTENTION
+    if make is not create_bidirectional_mask:
+        asked = {"past_key_values": None, **asked}
+    with given_mask(ContextMask("", "ulysses")):
+        made = make(config=chosen, inputs_embeds=torch.zeros(1, 8, 4), attention_mask=None, **asked)
+    assert (made == ContextMask("", "ulysses")) == known
 
 
 def _hidden(found: list[Seen], length: int) -> list[list[Tensor]]:

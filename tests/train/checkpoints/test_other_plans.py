@@ -35,11 +35,11 @@ _PLANS: dict[str, list[list[list[str]]]] = {
 }
 """Each is saved under and loaded under the next."""
 _CHANGES = [
-    longer(family, *pair) if number in (1, 3) or family != "gpt2" else (family, *pair)
+    (family, *pair) if number == 2 and family == "gpt2" else longer(family, *pair)
     for family, plans in _PLANS.items()
     for number, pair in enumerate(pairwise(plans))
 ]
-"""To fewer devices and out of a pipeline; the longer run has all."""
+"""Out of a pipeline to fewer devices, where bf16 (below) goes into one; the longer run has all."""
 
 
 @pytest.mark.parametrize(("family", "first", "second"), _CHANGES)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface
 
 from galvatron.families.build import without_weights
-from galvatron.families.context import CONTEXT_ATTENTION, rotation_by_length, unknown_to_context
+from galvatron.families.context import CONTEXT_ATTENTION, plain_mask, rotation_by_length, unknown_to_context
 from galvatron.families.generic.decoder_inputs import seen
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, on_meta, to_meta
@@ -150,8 +150,8 @@ def _note(
     return query.new_empty((rows, tokens, heads, value.shape[-1])), None
 
 
-def _note_mask(*_: Any, mask_function: Any = None, local_size: int | None = None, **__: Any) -> _TrialMask:
-    return _TrialMask(mask_function in (causal_mask_function, bidirectional_mask_function) and local_size is None)
+def _note_mask(*_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> _TrialMask:
+    return _TrialMask(plain_mask(mask_function, local_size))
 
 
 AttentionInterface.register(TRIAL, _note)

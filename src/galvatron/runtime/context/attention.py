@@ -13,6 +13,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, unknown_to_context
 from galvatron.runtime.context.ring import ring_attention
 from galvatron.runtime.context.ulysses import heads_to_tokens, tokens_to_heads
+from galvatron.runtime.tensor_parallel import operators
 
 __all__ = ["attend_in_context", "context_attention"]
 
@@ -54,7 +55,7 @@ def context_attention(
     if mask.ring or (mask.runs is not None and not dropout):
         attended = ring_attention((query, key, value), mask.runs, mask.ring, causal=causal, scale=scale)
     else:
-        allowed = None if mask.runs is None else _allowed(mask.runs, query, causal=causal)
+        allowed = None if mask.runs is None else _allowed(mask.runs, query.detach(), causal)
         attended = functional.scaled_dot_product_attention(
             query, key, value, allowed, dropout, causal and allowed is None,
             scale=scale, enable_gqa=query.shape[1] != key.shape[1],
@@ -72,13 +73,21 @@ def attend_in_context(layer: nn.Module) -> None:
             config._attn_implementation = CONTEXT_ATTENTION
 
 
-def _allowed(runs: Tensor, query: Tensor, *, causal: bool) -> Tensor:
+# One node of a graph: where runs begin and end is no matter for a compiler, which would compile for each batch anew.
+@operators.node("allowed_in_context", "(Tensor runs, Tensor query, bool causal) -> Tensor")
+def _allowed(runs: Tensor, query: Tensor, causal: bool) -> Tensor:
     """What each token of a whole sequence may attend to (rows, 1, tokens, tokens)."""
     rows, _, length, _ = query.shape
     allowed = query.new_zeros((rows, 1, length, length), dtype=torch.bool)
     for row, first, last, begin, end in runs.tolist():
         allowed[row, :, first:last, begin:end] = True
     return allowed.tril_() if causal else allowed
+
+
+@_allowed.register_fake
+def _(runs: Tensor, query: Tensor, causal: bool) -> Tensor:
+    rows, _, length, _ = query.shape
+    return query.new_empty((rows, 1, length, length), dtype=torch.bool)
 
 
 AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

@@ -43,7 +43,7 @@ class _Split(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A split projection with its low-rank adapter, under peft's names: W x + scaling · B A x.
+    """A split projection with its low-rank adapter, under peft's names: W x + B (scaling · A x).
 
     Behind columns, A is whole and B split by rows. Behind rows, A is split by columns and B whole: the product of B and
     a rank's part of A x is a part of the sum that is made anyway.
@@ -119,7 +119,7 @@ class SplitRows(_Split):
         if self.adapter is not None:
             own = self.adapter()
             low = functional.linear(tensor, own.down.weight)
-            partial = partial + own.scaling * functional.linear(low, own.up.weight)
+            partial = partial + functional.linear(low * own.scaling, own.up.weight)
         reduce_from_region = operators.sum_sequence if self.sequence else operators.reduce_from_region
         total = reduce_from_region(partial, self.group)
         return total if self.bias is None else total + self.bias
@@ -190,7 +190,7 @@ def _project(
         outputs = list(_Projections.apply(tensor, group, sequence, *weights, *biases))
     adapted = [place for place, reader in enumerate(readers) if reader.adapter is not None]
     for place, adapter, low in zip(adapted, adapters, outputs[len(readers) :], strict=True):
-        outputs[place] = outputs[place] + adapter.scaling * functional.linear(low, adapter.up.weight)
+        outputs[place] = outputs[place] + functional.linear(low * adapter.scaling, adapter.up.weight)
     return outputs[: len(readers)]
 
 
