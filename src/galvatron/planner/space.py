@@ -308,7 +308,7 @@ def _dense_strategies(space: Space, devices: int) -> tuple[Strategy, ...]:
     paths = space.dense_paths(devices)
     kinds = [frozenset(axis.kind for axis in path.axes) for path in paths]
     flags = {each: space.flags(each) for each in set(kinds)}
-    return tuple(replace(path, **each) for path, own in zip(paths, kinds, strict=True) for each in flags[own])
+    return tuple(each for path, own in zip(paths, kinds, strict=True) for each in path.switched(flags[own]))
 
 
 def _root(devices: int, degree: int) -> int:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from search_oracles import Rng
 
-from galvatron.planner.cost import Integers
-from galvatron.planner.search.fill import Filling, fill
+from galvatron.planner.cost import NEVER, Integers
+from galvatron.planner.search.choices import Useful
+from galvatron.planner.search.completions import Completions
+from galvatron.planner.search.fill import Filling, fill, quick_fill
 
 
 def _frontier(rng: Rng, strategies: int, top_time: int, top_memory: int) -> tuple[Integers, Integers]:
@@ -67,6 +69,33 @@ def test_equals_a_table_over_memory(seed: int) -> None:
             assert again is not None
             assert again.time == filling.time
     assert feasible > 100
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_many_at_once_are_bounded_from_both_sides(seed: int) -> None:
+    """A quick filling exists wherever one fits and is never faster than the best. Sums of whole strategies give the
+    time of the best where it is within the slack, and elsewhere none that is faster."""
+    rng = np.random.default_rng((3, seed))
+    met = 0
+    for _ in range(100):
+        time, memory = _frontier(rng, int(rng.integers(1, 8)), int(rng.choice([10, 200, 10**6])), top_memory=25)
+        layers = rng.integers(0, 20, 6)
+        room = (layers * (memory[0] + (memory[-1] - memory[0]) * rng.uniform(-0.1, 1.1, 6))).astype(np.int64)
+        best = [_least_time(time, memory, int(n), int(b)) for n, b in zip(layers, room, strict=True)]
+        exact = np.array([np.inf if each is None else each for each in best])
+        quick = quick_fill(time, memory, layers, room)
+        assert (np.isfinite(quick) == np.isfinite(exact)).all()
+        assert (quick >= exact).all()
+        lam = float(rng.uniform(0, 2) * time.max() / max(1, memory.max()))
+        nothing = np.zeros(len(time), dtype=np.int64)
+        table = Useful(np.arange(len(time)), time, memory, nothing)
+        slack = float(rng.choice([0, 5, 10**7]))
+        least = Completions({0: table}, [], 0, lam, int(room.max())).within(slack).of_equal(layers, room)
+        reduced = exact + lam * room - layers * (time + lam * memory).min()
+        assert (least[reduced <= slack] == exact[reduced <= slack]).all()
+        assert (least >= np.minimum(exact, NEVER)).all(), "no sum is invented"
+        met += int((reduced <= slack).sum())
+    assert met > 100
 
 
 def test_memory_that_every_strategy_needs_changes_nothing() -> None:

@@ -7,6 +7,7 @@ leaves a rank with a row missing or one too many, or that is priced for other ro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,8 +23,10 @@ from galvatron.core.spec import (
     Layout,
     Level,
     Strategy,
+    degree_of,
     gathered_factors,
     prime_factors,
+    sequence_change,
 )
 from galvatron.planner.cost.slice_gather import layout_rates
 from galvatron.planner.space import Space, Switches
@@ -203,6 +206,29 @@ def test_a_change_of_form_is_priced_by_the_cells_it_moves(devices: int) -> None:
         if not np.isclose(per_byte[i, j], received / devices**2, rtol=1e-12):
             differ.append((source, target, float(per_byte[i, j]), received / devices**2))
     assert differ == []
+
+
+@pytest.mark.parametrize("devices", [6, 8, longer(12)])
+def test_pairs_with_divided_sequences_are_priced_as_each_is_changed(devices: int) -> None:
+    """All pairs are priced at once; a rank receives what the runtime's change of each pair says."""
+    switches = Switches(hybrid_sharding=True, sequence_parallel=True, context_parallel=True)
+    strategies = Space(name="full", title="", switches=switches).strategies(devices)
+    layouts = list(dict.fromkeys(strategy.layout for strategy in strategies))
+    level = replace(_flat_cluster(devices).levels[0], latency_s=1000.0)
+    cluster = replace(_flat_cluster(devices), levels=(level,))
+    seconds = layout_rates(layouts, cluster).change_s(devices, np.array(1.0))
+
+    def taken(source: Layout, target: Layout) -> float:
+        change, rows = sequence_change(source, target), gathered_factors(source.rows, target.rows, devices)
+        kept = 1 / degree_of(change.kept)
+        of_sequences = (kept - 1 / degree_of(source.sequence)) / degree_of(source.rows)
+        of_rows = changed(devices, source.rows, target.rows)[1] / devices * kept
+        waited = sum(cluster.link(factors).latency_s for factors in (frozenset(change.gathered), rows) if factors)
+        return of_sequences + of_rows + waited
+
+    expected = [[taken(source, target) + taken(target, source) for target in layouts] for source in layouts]
+    assert np.allclose(seconds, expected, rtol=1e-12, atol=0)
+    assert any(layout.zigzag for layout in layouts)
 
 
 def test_forms_tell_sequence_parallel_layers_apart() -> None:

@@ -9,8 +9,9 @@ from math import comb, perm, prod
 import pytest
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Axis, Kind, Strategy, Training, prime_factors
+from galvatron.core.spec import Axis, Kind, LayerSpec, Strategy, Training, prime_factors
 from galvatron.families import load_model
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.space import (
     CONTEXT_1,
     EXPERT_RULES,
@@ -254,12 +255,24 @@ def test_only_the_full_space_has_context_axes() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert-large", "t5-large", "llama3-8b"])
-def test_only_traits_decide_what_a_layer_can_take(name: str) -> None:
-    """The search asks once for all strategies that share them."""
+def test_what_layers_can_take_is_known_for_all_strategies_at_once(name: str) -> None:
+    """The search asks once for all strategies that divide a sample alike, and once for all with the same switches."""
     model = load_model(name, Training())
-    by_traits: dict[tuple[object, ...], set[tuple[bool, ...]]] = {}
-    for strategy in space_named("full", replace(EXTENDED, context_parallel=True)).strategies(8):
-        allowed = tuple(model.allows(kind, strategy) for kind in model.kinds)
-        by_traits.setdefault(strategy.traits, set()).add(allowed)
-    assert all(len(answers) == 1 for answers in by_traits.values())
-    assert len({answer for answers in by_traits.values() for answer in answers}) > 1
+    strategies = space_named("full", replace(EXTENDED, context_parallel=True, zero3=True)).strategies(8)
+    one_by_one = [[model.allows(kind, strategy) for strategy in strategies] for kind in model.kinds]
+    assert allowed(model, model.kinds, strategies, LayerSpec.supports).tolist() == one_by_one
+    assert len({tuple(row) for row in one_by_one}) > 1
+
+
+@pytest.mark.parametrize("devices", [6, 8])
+def test_strategies_that_share_what_follows_from_axes_are_as_if_read(devices: int) -> None:
+    """Strategies of a space share what follows from their axes: it must be what each would find itself."""
+    strategies = space_named("full", replace(EXTENDED, context_parallel=True, zero3=True)).strategies(devices)
+    names = ("devices", "divided", "switches", "data_degree", "context_degree", "layout", "sharding_factors")
+    names += ("batch_factors", "context_factors", "gradient_factors", "replica_factors")
+    for made in strategies:
+        read = Strategy.parse(str(made))
+        assert made == read
+        assert hash(made) == hash(read)
+        assert [getattr(made, name) for name in names] == [getattr(read, name) for name in names]
+        assert [made.factors(kind) for kind in Kind] == [read.factors(kind) for kind in Kind]

@@ -179,6 +179,15 @@ class LayerSpec:
             "its sequences cannot be divided over devices" if self.context is None else self.context.problem(strategy)
         )
 
+    def supports(self, strategy: Strategy) -> bool:
+        """Whether the layer can have the strategy's switches, and its experts their axes."""
+        return (
+            self.allows_experts(strategy)
+            and (not strategy.fused_loss or self.fused_loss is not None)
+            and (not strategy.float8 or self.float8 is not None)
+            and self.allows_grade(strategy)
+        )
+
     def allows_grade(self, strategy: Strategy) -> bool:
         """Whether the layer can be recomputed in part, or offloaded, as the strategy says. Only layers of which some
         results can be kept are offloaded: others have little to offload. What experts with axes of their own keep is
@@ -231,7 +240,12 @@ class ModelSpec:
         return strategy.context_degree == 1 or any(kind.allows_context(strategy) for kind in attending)
 
     def allows(self, kind: LayerSpec, strategy: Strategy) -> bool:
-        """Whether a strategy can run a kind of layer. Only the strategy's traits matter.
+        """Whether a strategy can run a kind of layer."""
+        return self.divides(kind, strategy) and kind.supports(strategy)
+
+    def divides(self, kind: LayerSpec, strategy: Strategy) -> bool:
+        """Whether TP, sequence parallelism and context parallelism of a strategy can divide a kind of layer. Only their
+        degrees matter.
 
         TP ranks compute a layer that cannot be split whole, each for itself. That is of use between layers that are
         split, so a model of which nothing can be split has no TP; and a tied weight would need its gradient summed
@@ -243,10 +257,6 @@ class ModelSpec:
         return (
             kind.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
-            and kind.allows_experts(strategy)
-            and (not strategy.fused_loss or kind.fused_loss is not None)
-            and (not strategy.float8 or kind.float8 is not None)
-            and kind.allows_grade(strategy)
             and kind.allows_context(strategy)
         )
 

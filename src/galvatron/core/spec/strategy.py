@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import Any
+from operator import attrgetter
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.layout import Factor, Factors, Layout, prime_factors
@@ -32,6 +33,12 @@ _AXES = rf"{_AXIS}(?:-{_AXIS})*"
 _WRITTEN = LAYER_SWITCHES[::-1]
 """In the order of a strategy's text: "dp4+zero2+rc"."""
 _FLAGS = "".join(rf"(?:\+{switch.text})?" for switch in _WRITTEN)
+_SWITCHES: Callable[[LayerSwitches], tuple[bool, ...]] = attrgetter(*(switch.name for switch in LAYER_SWITCHES))
+_OF_AXES = (
+    *("devices", "divided", "data_degree", "context_degree", "_factors", "_layouts"),
+    *("batch_factors", "context_factors", "gradient_factors"),
+)
+"""What strategies with the same axes share."""
 _TEXT = re.compile(rf"(?:(?P<axes>{_AXES})|single)(?:/(?P<experts>{_AXES}))?(?P<flags>{_FLAGS})")
 
 
@@ -48,7 +55,18 @@ class Strategy(LayerSwitches):
         return math.prod(axis.degree for axis in self.axes)
 
     def degree(self, kind: Kind) -> int:
-        return next((axis.degree for axis in self.axes if axis.kind is kind), 1)
+        for axis in self.axes:
+            if axis.kind is kind:
+                return axis.degree
+        return 1
+
+    def switched(self, choices: Iterable[Mapping[str, bool]]) -> Iterator[Strategy]:
+        """The same axes with each of these choices of switches. What follows from axes alone is worked out once."""
+        known = {name: getattr(self, name) for name in (*_FIELDS, *_OF_AXES)}
+        for switches in choices:
+            made = object.__new__(Strategy)  # tens of thousands on large clusters; dataclasses.replace is slower
+            vars(made).update(known, **switches)
+            yield made
 
     @cached_property
     def data_degree(self) -> int:
@@ -66,10 +84,14 @@ class Strategy(LayerSwitches):
         return {}
 
     @cached_property
-    def traits(self) -> tuple[Any, ...]:
-        """All that decides whether a layer can run so: degrees of TP and CP, switches, axes of its experts."""
-        degrees = (self.degree(kind) for kind in (Kind.TP, Kind.RING, Kind.ULYSSES))
-        return (*degrees, self.experts, *(getattr(self, switch.name) for switch in LAYER_SWITCHES))
+    def switches(self) -> tuple[bool, ...]:
+        """In the order of LAYER_SWITCHES."""
+        return _SWITCHES(self)
+
+    @cached_property
+    def divided(self) -> tuple[int, int, int]:
+        """Degrees of what divides a sample: TP, ring and Ulysses."""
+        return self.degree(Kind.TP), self.degree(Kind.RING), self.degree(Kind.ULYSSES)
 
     def expert_factors(self, *kinds: Kind) -> Factors:
         """The factors of the rank that the axes of these kinds own for the experts."""
@@ -128,6 +150,16 @@ class Strategy(LayerSwitches):
     @cached_property
     def layout(self) -> Layout:
         """Of the activations that the layer takes and gives."""
+        if self.sequence_parallel not in self._layouts:
+            self._layouts[self.sequence_parallel] = self._made_layout()
+        return self._layouts[self.sequence_parallel]
+
+    @cached_property
+    def _layouts(self) -> dict[bool, Layout]:
+        """With and without sequence parallelism."""
+        return {}
+
+    def _made_layout(self) -> Layout:
         tensor = self.factors(Kind.TP) if self.sequence_parallel else frozenset()
         ulysses = self.factors(Kind.ULYSSES)
         crossed = any(outer > inner for outer in tensor for inner in ulysses)
@@ -211,6 +243,9 @@ class Strategy(LayerSwitches):
             )
 
 
+_FIELDS = tuple(each.name for each in fields(Strategy))
+
+
 def _written(axes: tuple[Axis, ...]) -> str:
     return "-".join(f"{axis.kind}{axis.degree}" for axis in axes)
 
@@ -231,5 +266,11 @@ def _owned_factors(axes: tuple[Axis, ...], kinds: tuple[Kind, ...]) -> Factors:
         for prime in prime_factors(axis.degree):
             stride //= prime
             if axis.kind in kinds:
-                owned.add(Factor(stride, prime))
+                owned.add(_factor(stride, prime))
     return frozenset(owned)
+
+
+@lru_cache(maxsize=4096)
+def _factor(stride: int, size: int) -> Factor:
+    """One object for equal factors, so that sets of them are soon compared."""
+    return Factor(stride, size)

@@ -340,6 +340,7 @@ def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> Strateg
 
     sharded = [each.sharding_factors if each.gathers_parameters else frozenset() for each in strategies]
     summed = [each.gradient_factors - shards for each, shards in zip(strategies, sharded, strict=True)]
+    switches = np.array([each.switches for each in strategies], dtype=np.bool_).T.copy()
     return StrategyArrays(
         data=np.array([each.data_degree * each.context_degree for each in strategies], dtype=np.float64),
         dp=GroupLinks.of(summed, cluster),
@@ -348,7 +349,7 @@ def strategy_arrays(strategies: Sequence[Strategy], cluster: Cluster) -> Strateg
         ring=GroupLinks.rings_of([each.factors(Kind.RING) for each in strategies], cluster),
         ulysses=groups(Kind.ULYSSES),
         own=np.array([bool(strategy.experts) for strategy in strategies]),
-        **{each.name: np.array([getattr(strategy, each.name) for strategy in strategies]) for each in LAYER_SWITCHES},
+        **{each.name: column for each, column in zip(LAYER_SWITCHES, switches, strict=True)},
     )
 
 

@@ -5,6 +5,7 @@ A layer's price is that of the layer, and on top that of its experts where they 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from galvatron.core.spec import (
     Strategy,
 )
 from galvatron.planner.cost import computation, grades, memory
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places, layer_arrays, strategy_arrays
 from galvatron.planner.cost.communication import (
     Floats,
@@ -86,7 +88,7 @@ class StageCosts:
         self._layers = layers if rows is None else layers.at(rows, np.arange(len(strategies)))
         self._arrays = strategy_arrays(strategies, cost.cluster)
         self._tied_elsewhere = pipeline_degree > 1
-        self._allowed = np.array([_allowed(cost, kind, strategies) for kind in kinds])
+        self._allowed = _allowed(cost, kinds, strategies)
         self._pipeline_degree = pipeline_degree
         whole: Factors = frozenset()
         tensor = [strategy.factors(Kind.TP) for strategy in strategies]
@@ -276,11 +278,16 @@ class StageCosts:
         room = self.cost.cluster.device.host_memory_bytes
         if room is None or not self._arrays.offload.any():
             return np.ones((1, 1), dtype=np.bool_)
-        counts = np.array([self.cost.model.layers.count(kind) for kind in self.kinds])[:, None]
-        each = counts * grades.full_activation_bytes(self._layers, self._arrays)
+        each = self._counts * grades.full_activation_bytes(self._layers, self._arrays)
         in_flight = micro_batches if self._pipeline_degree > 1 else 1
         fits: NDArray[np.bool_] = 2 * in_flight * samples * each.sum(axis=-2, keepdims=True) <= room
         return fits | ~self._arrays.offload
+
+    @cached_property
+    def _counts(self) -> Integers:
+        """(T, 1) layers of each kind."""
+        names = Counter(layer.name for layer in self.cost.model.layers)
+        return np.array([names[kind.name] for kind in self.kinds])[:, None]
 
     def tied_places(self, kinds: Sequence[int], *, first: bool) -> list[int]:
         """Places of the layers in a stage that share a tied weight, its owner before those that use it; fewer than
@@ -348,20 +355,20 @@ class StageCosts:
         return rounded_up(transfer_s(size, link.bytes_per_s, link.latency_s) * 1e9)
 
 
-def _allowed(cost: CostModel, kind: LayerSpec, strategies: Sequence[Strategy]) -> list[bool]:
-    """Whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
-    by_traits = {traits: _allows_rest(cost, kind, each) for traits, each in {s.traits: s for s in strategies}.items()}
-    pin = dict(cost.pins).get(kind.name)
-    return [by_traits[strategy.traits] and pin in (None, strategy) for strategy in strategies]
+def _allowed(cost: CostModel, kinds: Sequence[LayerSpec], strategies: Sequence[Strategy]) -> NDArray[np.bool_]:
+    """(T, S) whether each strategy can run a kind of layer, as far as that does not depend on axes of its experts."""
 
+    def supports(kind: LayerSpec, strategy: Strategy) -> bool:
+        if strategy.offload and not cost.cluster.device.offloads:
+            return False
+        if not strategy.experts:
+            return kind.supports(strategy)
+        apart = kind.experts is not None and kind.supports(replace(strategy, experts=()))
+        return apart and kind.allows_grade(strategy)
 
-def _allows_rest(cost: CostModel, kind: LayerSpec, strategy: Strategy) -> bool:
-    if strategy.offload and not cost.cluster.device.offloads:
-        return False
-    if not strategy.experts:
-        return cost.model.allows(kind, strategy)
-    return (
-        kind.allows_grade(strategy)
-        and kind.experts is not None
-        and cost.model.allows(kind, replace(strategy, experts=()))
-    )
+    possible = allowed(cost.model, kinds, strategies, supports)
+    for row, kind in enumerate(kinds):
+        pin = dict(cost.pins).get(kind.name)
+        if pin is not None:
+            possible[row] &= [strategy == pin for strategy in strategies]
+    return possible

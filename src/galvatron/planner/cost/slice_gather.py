@@ -7,16 +7,20 @@ parallelism are gathered before and sliced after (docs/cost-model.md, "Slice-Gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up, sequence_change
+from galvatron.core.spec import Cluster, Factors, Layout, degree_of, lines_up
 from galvatron.planner.cost.communication import Floats
 
 __all__ = ["LayoutRates", "layout_rates"]
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,55 +47,103 @@ def layout_rates(
     layouts: Sequence[Layout], cluster: Cluster, *, always_factor_by_factor: bool = False, back: bool = True
 ) -> LayoutRates:
     """Rates of all pairs of layouts. ``always_factor_by_factor``: as if rows were never too few; ``back``: gradients
-    take the way back."""
-    count = len(layouts)
-    rows = np.ones((count, count), dtype=np.int64)
-    known: _Known = {}
-    per_byte, fixed, whole_per_byte, whole_fixed = (np.zeros((count, count)) for _ in range(4))
-    for i, source in enumerate(layouts):
-        for j, target in enumerate(layouts):
-            nested = source.rows <= target.rows or target.rows <= source.rows  # as both divide the rows, so does this
-            lined_up = nested or lines_up(source.rows, target.rows)
-            per_byte[i, j], fixed[i, j] = _gathers_s(source, target, cluster, known, whole=not lined_up)
-            if lined_up and not nested and not always_factor_by_factor:
-                rows[i, j] = degree_of(source.rows | target.rows)
-                whole_per_byte[i, j], whole_fixed[i, j] = _gathers_s(source, target, cluster, known, whole=True)
+    take the way back.
+
+    Many layouts share few ways to divide rows and few to divide sequences. Pairs of the former are looked at one by
+    one; the rest is done with arrays.
+    """
+    rows, row_of = _distinct([layout.rows for layout in layouts])
+    pairs = np.ix_(row_of, row_of)
+    sequence, kept = _sequence_gathers(layouts, row_of[:, None] == row_of, cluster)
+    degrees = np.array([degree_of(each) for each in rows])
+    nested = _table(rows, lambda source, target: source <= target or target <= source)
+    lined_up = nested | _table(rows, lines_up)
+    # Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|; a source that is
+    # gathered whole leaves all of them.
+    by_factors = _Gathers.of(_all_pairs(rows, lambda source, target: source - target), cluster)
+    all_rows = _Gathers.of(_all_pairs(rows, lambda source, _: source), cluster)
+    gathered = by_factors.where(lined_up, all_rows).at(pairs)
+    left = np.where(lined_up, degrees, 1)[pairs]
+    either = lined_up & ~nested & (not always_factor_by_factor)  # where they are nested, both divide the rows anyway
+    unions = _table(rows, lambda source, target: degree_of(source | target))
+
+    first = sequence.per_byte(degrees[row_of][:, None] * kept)
+    per_byte, fixed = first + gathered.per_byte(left * kept), sequence.latency_s + gathered.latency_s
+    whole = all_rows.at(pairs)
+    whole_per_byte = np.where(either[pairs], first + whole.per_byte(kept), 0.0)
+    whole_fixed = np.where(either[pairs], sequence.latency_s + whole.latency_s, 0.0)
     return LayoutRates(
         per_byte=per_byte + back * per_byte.T,
         fixed_s=fixed + back * fixed.T,
         whole_per_byte=whole_per_byte + back * whole_per_byte.T,
         whole_fixed_s=whole_fixed + back * whole_fixed.T,
-        rows=rows,
+        rows=np.where(either, unions, 1)[pairs],
     )
 
 
-_Known = dict[tuple[Factors, int], tuple[float, float]]
-"""What an all-gather over some factors that leaves so many parts takes: seconds a byte, and fixed ones."""
+@dataclass(frozen=True, slots=True)
+class _Gathers:
+    """All-gathers, (N, M) of them. A ring of g moves (g−1)/g of what a rank holds afterwards."""
+
+    share: Floats
+    bytes_per_s: Floats
+    latency_s: Floats
+
+    @classmethod
+    def of(cls, factors: Sequence[Sequence[Factors]], cluster: Cluster) -> _Gathers:
+        """Over these factors; over none nothing is gathered."""
+        known = {each: (0.0, 1.0, 0.0) for row in factors for each in row}
+        for each in known:
+            if each:
+                group, link = degree_of(each), cluster.link(each)
+                known[each] = (group - 1) / group, link.bytes_per_s, link.latency_s
+        table = np.array([[known[each] for each in row] for row in factors])
+        return cls(*np.moveaxis(table, 2, 0))
+
+    def at(self, pairs: tuple[NDArray[np.intp], ...]) -> _Gathers:
+        return _Gathers(self.share[pairs], self.bytes_per_s[pairs], self.latency_s[pairs])
+
+    def where(self, these: NDArray[np.bool_], others: _Gathers) -> _Gathers:
+        """These for some of the pairs, the others for the rest."""
+        mine, theirs = ((each.share, each.bytes_per_s, each.latency_s) for each in (self, others))
+        return _Gathers(*(np.where(these, one, other) for one, other in zip(mine, theirs, strict=True)))
+
+    def per_byte(self, parts: NDArray[np.int64]) -> Floats:
+        """Seconds a byte of a boundary tensor of which so many parts are left."""
+        seconds: Floats = self.share / parts / self.bytes_per_s
+        return seconds
 
 
-def _gathers_s(source: Layout, target: Layout, cluster: Cluster, known: _Known, *, whole: bool) -> tuple[float, float]:
-    """Seconds a byte and fixed seconds of one direction. A ring of g moves (g−1)/g of what a rank holds afterwards."""
-    per_byte, fixed_s = 0.0, 0.0
-    for key in _gathers(source, target, whole=whole):
-        if key not in known:
-            factors, parts = key
-            group, link = degree_of(factors), cluster.link(factors)
-            known[key] = (group - 1) / group / parts / link.bytes_per_s, link.latency_s
-        per_byte += known[key][0]
-        fixed_s += known[key][1]
-    return per_byte, fixed_s
+def _sequence_gathers(
+    layouts: Sequence[Layout], rows_stay: NDArray[np.bool_], cluster: Cluster
+) -> tuple[_Gathers, NDArray[np.int64]]:
+    """How sequences are gathered from one layout to the other, and into how many parts they stay divided: what
+    :func:`sequence_change` says of a pair, for all of them."""
+    orders, order_of = _distinct([layout.order for layout in layouts])
+    _, ring_of = _distinct([layout.zigzag for layout in layouts])
+    factors, numbers = _distinct([factor for order in orders for factor in order])
+    deepest = max(map(len, orders))
+    placed = np.full((len(orders), deepest), len(factors))
+    placed[np.arange(deepest) < np.array([[len(order)] for order in orders])] = numbers
+    alike = np.cumprod(placed[:, None] == placed, axis=2) * (placed < len(factors))
+    common = alike.sum(axis=2)[np.ix_(order_of, order_of)]
+    stays = (ring_of[:, None] == ring_of) & (rows_stay | (order_of[:, None] == order_of))
+    first = np.where(stays, common, 0)
+    gathers = _Gathers.of([[frozenset(order[n:]) for n in range(deepest + 1)] for order in orders], cluster)
+    kept = np.array([[degree_of(order[:n]) for n in range(deepest + 1)] for order in orders])
+    places = (order_of[:, None], first)
+    return gathers.at(places), kept[places]
 
 
-def _gathers(source: Layout, target: Layout, *, whole: bool) -> Iterator[tuple[Factors, int]]:
-    """The all-gathers of one direction: the factors each spans, and the parts of the boundary tensor it leaves.
+def _distinct(items: Sequence[Item]) -> tuple[list[Item], NDArray[np.intp]]:
+    """The items without repetitions, and which of them each is."""
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(items))}
+    return list(numbers), np.array([numbers[each] for each in items], dtype=np.intp)
 
-    Slicing first leaves 1/|A∪B| of the rows on each rank, gathering g = |A∖B| such pieces 1/|B|; a source that is
-    gathered whole leaves all of them. What both layouts do alike to sequences stays (:func:`sequence_change`).
-    """
-    change = sequence_change(source, target)
-    kept = degree_of(change.kept)
-    if change.gathered:
-        yield frozenset(change.gathered), degree_of(source.rows) * kept
-    factors, parts = (source.rows, 1) if whole else (source.rows - target.rows, degree_of(target.rows))
-    if factors:
-        yield factors, parts * kept
+
+def _all_pairs(items: Sequence[Item], make: Callable[[Item, Item], Made]) -> list[list[Made]]:
+    return [[make(source, target) for target in items] for source in items]
+
+
+def _table(items: Sequence[Item], make: Callable[[Item, Item], int]) -> NDArray[Any]:
+    return np.array(_all_pairs(items, make))

@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 _TRIED = 256
-_PRICING_S = 0.7
+_PRICING_S = 0.5
 """Processor time after which advice is not priced any more, and only says that it fits."""
 _FEW_TIMES = 4
 """With more than so many times the devices a plan takes long to find."""

@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from galvatron.core.spec import Strategy
+from galvatron.core.spec import LayerSpec, ModelSpec, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables, held_bytes
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.experts import Classes, ExpertChoices
@@ -29,6 +30,16 @@ _FEW = 3
 """Multipliers at which choices for experts are looked at, to find those of the whole."""
 _FAR = 4 * NEVER
 """Beyond all that can be done, even with a price added to it."""
+
+
+def _attended(model: ModelSpec, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Those of which the model attends the context axes: asked once for each way to divide a sample."""
+    known: dict[tuple[tuple[int, int, int], bool], bool] = {}
+    for each in strategies:
+        key = each.divided, each.sequence_parallel
+        if key not in known:
+            known[key] = model.attends(each)
+    return [each for each in strategies if known[each.divided, each.sequence_parallel]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,11 @@ class CandidateTables:
     """Where experts may have axes of their own: what layers cost without them, and what the choices add."""
     classes: Classes | None = None
     """Then: which go together."""
+
+    def of(self, place: int) -> CandidateTables:
+        """Those of one combination."""
+        own = None if self.own is None else (_at(self.own[0], place), _at(self.own[1], place))
+        return CandidateTables(_at(self.plain, place), own, self.classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +95,23 @@ class Candidates:
     def __init__(self, costs: StageCosts, experts: ExpertChoices | None = None) -> None:
         self.costs = costs
         self._experts = experts
-        numbers = {strategy: number for number, strategy in enumerate(costs.strategies)}
         own = experts.strategies if experts else ()
+        numbers = {strategy: number for number, strategy in enumerate(costs.strategies)} if own else {}
         self._numbers: Places = np.array([numbers[strategy] for strategy in own], dtype=np.intp)
         """(R,) of the strategies under which experts may have axes of their own."""
         self._alike = self._groups(experts) if experts else self._numbers
         """(R,) strategies with equal numbers give the layer the same layout, and its weights the same split."""
+        self._prepared: dict[tuple[int, int], CandidateTables] = {}
 
     @classmethod
     def of(cls, cost: CostModel, space: Space, pipeline_degree: int) -> Candidates:
         """Those of a space, for a model on its cluster."""
         devices = cost.cluster.devices // pipeline_degree
         every = space.strategies(devices)
-        needed = [each for each in every if cost.model.attends(each)] or every
+        needed = _attended(cost.model, every) or every
         # What none of the model's layers can take would only make tables longer.
-        model, distinct = cost.model, {each.traits: each for each in needed}
-        usable = {traits for traits, each in distinct.items() if any(model.allows(kind, each) for kind in model.kinds)}
-        used = [each for each in needed if each.traits in usable]
+        usable = allowed(cost.model, cost.model.kinds, needed, LayerSpec.supports).any(axis=0)
+        used = [needed[place] for place in np.nonzero(usable)[0]]
         costs = cost.stage(used or needed, pipeline_degree)
         return cls(costs, ExpertChoices.of(cost, space, costs.strategies, pipeline_degree))
 
@@ -121,6 +137,20 @@ class Candidates:
         if choice < 0 or self._experts is None:
             return plain
         return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
+
+    def prepare(self, pairs: Sequence[tuple[int, int]], most: int) -> None:
+        """Price the first of some combinations of (samples of a micro-batch, micro-batches), unless it is known; and
+        with it others that may soon be asked for, so many in all."""
+        if most < 2 or pairs[0] in self._prepared:
+            return
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._prepared][:most]
+        tables = self.tables(*(np.array(each) for each in zip(*new, strict=True)))
+        self._prepared |= {pair: tables.of(place) for place, pair in enumerate(new)}
+
+    def tables_of(self, micro_batch: int, micro_batches: int) -> CandidateTables:
+        """Of one combination."""
+        known = self._prepared.pop((micro_batch, micro_batches), None)
+        return known or self.tables(np.array([micro_batch]), np.array([micro_batches]))
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
         """Of combinations whose micro-batches have so many samples."""
@@ -230,6 +260,16 @@ def _leanest(lean: Lean, groups: Places, held: tuple[int, int]) -> Lean:
     """Without what another of its group beats. What holds for the fewest and the most in flight holds for all."""
     memory = [held_bytes(lean.state_bytes, lean.activation_bytes, count) for count in dict.fromkeys(held)]
     return lean.at(undominated(groups, np.stack([lean.transient_bytes, *memory])))
+
+
+def _at(tables: Tables, place: int) -> Tables:
+    """Of one combination, as a part of all; what all of them share is given once."""
+
+    def taken(name: str) -> Integers:
+        table: Integers = getattr(tables, name)
+        return table[place : place + 1] if table.ndim > 2 and len(table) > 1 else table
+
+    return _table_by_table(taken)
 
 
 def _first(tables: Tables) -> Tables:

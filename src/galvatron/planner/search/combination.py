@@ -18,7 +18,7 @@ from galvatron.planner.cost import NEVER, Integers, Pace, Tables, held_bytes, it
 from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.candidates import Candidates, Columns, Lean
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
-from galvatron.planner.search.layers import Layers, Signature
+from galvatron.planner.search.layers import Layers, Signature, Spans
 from galvatron.planner.search.peaks import Sums
 from galvatron.planner.search.stage import StageProblem, StageSolution
 from galvatron.planner.search.tied import TiedWeights, solve_roughly, solve_tied
@@ -85,11 +85,15 @@ class Combination:
         self.budget = budget
         self.micro_batch = batch // micro_batches
         self.in_flight = [schedule.in_flight(p, pipeline_degree, micro_batches) for p in range(pipeline_degree)]
-        self._apart = candidates.tables(np.array([self.micro_batch]), np.array([micro_batches]))
+        self._apart = candidates.tables_of(self.micro_batch, micro_batches)
         self.transfer = self.costs.transfer_ns(self.micro_batch)
         self.gradient_transfer = self.costs.gradient_transfer_ns(self.micro_batch)
-        self._solved: dict[Signature, dict[int, _Known]] = {}
+        self._solved: dict[int, dict[int, _Known]] = {}
+        """By the number of a stage and its micro-batches in flight."""
+        self._times: dict[int, Floats] = {}
+        """By micro-batches in flight what is known of stages, (N,) by their number."""
         self._matrices: dict[int, CutMatrix] = {}
+        """The same by end and width."""
         self._solving = False
         """Whether it pays to know which stages do not fit."""
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
@@ -157,6 +161,7 @@ class Combination:
             if self._wider_bound() >= limit:
                 return cuts
             self._width = min(2 * self._width, self.layers.count - self.stages + 1)
+            self._times.clear()
             self._matrices.clear()
 
     def _wider_bound(self) -> float:
@@ -166,31 +171,41 @@ class Combination:
         least = self._bounds(min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1)
         return (self.pace.total + self.pace.slowest) * float(least.min())
 
+    @property
+    def _spans(self) -> Spans:
+        return self.layers.spans(int(np.diff(self.fixed).max()) if self.fixed else self._width)
+
     def _matrix(self, in_flight_count: int) -> CutMatrix:
+        """Times of stages at least, by end and width."""
         if in_flight_count not in self._matrices:
-            ends = np.arange(self.layers.count + 1)[:, None]
-            widths = np.arange(self._width + 1)[None, :]
-            matrix = self._bounds(in_flight_count, ends, widths)
-            if self._solving:
-                self._rule_out(matrix, in_flight_count)
-            for signature in self._solved:
-                self._patch(matrix, signature, in_flight_count)
-            self._matrices[in_flight_count] = matrix
+            self._matrices[in_flight_count] = self._stage_times(in_flight_count)[self._spans.number]
         return self._matrices[in_flight_count]
 
-    def _rule_out(self, matrix: CutMatrix, in_flight_count: int) -> None:
+    def _stage_times(self, in_flight_count: int) -> Floats:
+        """(N,) times of stages at least, by their number."""
+        if in_flight_count not in self._times:
+            times = self._bounds(in_flight_count, self._spans.ends, self._spans.widths)
+            if self._solving:
+                self._rule_out(times, in_flight_count)
+            self._times[in_flight_count] = times
+            for number in self._solved:
+                self._patch(number, in_flight_count)
+        return self._times[in_flight_count]
+
+    def _rule_out(self, times: Floats, in_flight_count: int) -> None:
         """Stages that do not fit, whatever their layers take."""
-        ends, widths = np.arange(matrix.shape[0])[:, None], np.arange(matrix.shape[1])[None, :]
         sums = Sums.of(self.lean, in_flight_count, self.layers.kinds)
-        matrix[sums.peaks(np.maximum(ends - widths, 0), ends) > self.budget] = np.inf
+        times[sums.peaks(self._spans.begins, self._spans.ends) > self.budget] = np.inf
 
     def _rule_out_all(self) -> None:
         self._solving = True
-        for count, matrix in self._matrices.items():
-            self._rule_out(matrix, count)
+        for count, times in self._times.items():
+            self._rule_out(times, count)
+        self._matrices.clear()
 
     def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
-        """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position."""
+        """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position.
+        What has no layers, or begins before the first, is impossible."""
         begins = np.maximum(ends - widths, 0)
         prices = self.candidates.prices(self._apart, np.array([in_flight_count]))
         before = self.layers.counts_before
@@ -277,34 +292,32 @@ class Combination:
         A stage is solved only up to the time at which, with the others at what is known of them, the iteration would
         reach the cutoff; when it cannot be faster, that much is noted as a bound.
         """
-        spans = list(pairwise(positions))
-        signatures = [self.layers.signature(begin, end) for begin, end in spans]
-        for stage, signature in enumerate(signatures):
+        numbers = self._spans.numbers(positions)
+        for stage, number in enumerate(numbers):
             count = self.in_flight[stage]
-            known = self._known(signature, count)
+            known = self._known(number, count)
             if known is not None and known.settled:
                 continue
-            limit = cutoff if self.fixed else self._limit(stage, spans, cutoff)
+            limit = cutoff if self.fixed else self._limit(stage, numbers, cutoff)
             if known is None or known.time < limit:
-                self._note(signature, count, limit)
-            known = self._known(signature, count)
+                signature = self.layers.signature(positions[stage], positions[stage + 1])
+                self._note(number, signature, count, limit)
+            known = self._known(number, count)
             if known is None or not known.settled:
                 break  # this cut cannot beat the cutoff
 
-    def _limit(self, stage: int, spans: list[tuple[int, int]], cutoff: float) -> float:
+    def _limit(self, stage: int, numbers: list[int], cutoff: float) -> float:
         """The time a stage must stay below for the iteration to stay below the cutoff."""
         if cutoff == np.inf:
             return np.inf
-        others = [
-            self._matrix(self.in_flight[p])[end, end - begin] for p, (begin, end) in enumerate(spans) if p != stage
-        ]
+        others = [float(self._stage_times(self.in_flight[p])[number]) for p, number in enumerate(numbers) if p != stage]
         slowest = max(others, default=0.0)
         total, again = self.pace.total, self.pace.slowest
         room = cutoff - total * sum(others)
         as_follower = (room - again * slowest) / total
         return float(as_follower if as_follower <= slowest else room / (total + again))
 
-    def _note(self, signature: Signature, in_flight_count: int, limit: float) -> None:
+    def _note(self, number: int, signature: Signature, in_flight_count: int, limit: float) -> None:
         """Solve a stage below the limit and put the result in place of its bounds."""
         whole = NEVER if limit == np.inf else int(np.ceil(limit))
         problem = self._problem(signature, in_flight_count)
@@ -312,26 +325,26 @@ class Combination:
         solution = solve_tied(problem, self.budget, min(whole, NEVER), self.tied, in_flight_count, sharing)
         self.stages_solved += 1
         time = float(solution.time) if solution else (np.inf if whole >= NEVER else float(whole))
-        self._solved.setdefault(signature, {})[in_flight_count] = _Known(time, solution)
-        for count, matrix in self._matrices.items():
-            self._patch(matrix, signature, count)
+        self._solved.setdefault(number, {})[in_flight_count] = _Known(time, solution)
+        for count in self._times:
+            self._patch(number, count)
 
     def _solved_plan(self, positions: tuple[int, ...]) -> Solved | None:
         stages = []
-        for stage, (begin, end) in enumerate(pairwise(positions)):
-            known = self._known(self.layers.signature(begin, end), self.in_flight[stage])
+        for number, count in zip(self._spans.numbers(positions), self.in_flight, strict=True):
+            known = self._known(number, count)
             if known is None or known.solution is None:
                 return None
             stages.append(known.solution)
         return Solved(iteration_ns([stage.time for stage in stages], self.pace), positions, tuple(stages))
 
-    def _known(self, signature: Signature, in_flight_count: int) -> _Known | None:
+    def _known(self, number: int, in_flight_count: int) -> _Known | None:
         """What is known of a stage that holds this many micro-batches in flight.
 
         More of them can only make a stage slower: what holds for fewer is a bound, and where fewer and more take equal
         time, so does all between, with the choice for more.
         """
-        by_count = self._solved.get(signature, {})
+        by_count = self._solved.get(number, {})
         if in_flight_count in by_count and by_count[in_flight_count].settled:
             return by_count[in_flight_count]
         fewer = max((known.time for count, known in by_count.items() if count <= in_flight_count), default=None)
@@ -359,11 +372,12 @@ class Combination:
             watch=self.watch,
         )
 
-    def _patch(self, matrix: CutMatrix, signature: Signature, in_flight_count: int) -> None:
-        """Put what is known of a signature in place of its bounds, wherever it appears."""
-        known = self._known(signature, in_flight_count)
-        width = sum(length for _, length in signature[1])
-        if known is None or width >= matrix.shape[1]:
+    def _patch(self, number: int, in_flight_count: int) -> None:
+        """Put what is known of a stage in place of its bound."""
+        known, times = self._known(number, in_flight_count), self._times[in_flight_count]
+        if known is None or number >= len(times):
             return
-        ends = self.layers.ends(signature)
-        matrix[ends, width] = known.time if known.settled else np.maximum(known.time, matrix[ends, width])
+        time = known.time if known.settled else max(known.time, float(times[number]))
+        if times[number] != time:
+            times[number] = time
+            self._matrices.pop(in_flight_count, None)

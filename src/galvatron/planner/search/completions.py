@@ -58,18 +58,28 @@ class Completions:
 
     def below(self, cutoff: int) -> Completions:
         """From now on sums that cannot be part of a solution below the cutoff are left out."""
-        self._slack = cutoff - self._least + _ROUNDING
+        return self.within(cutoff - self._least)
+
+    def within(self, slack: float) -> Completions:
+        """From now on sums are left out that cost more than so much, at the multiplier's prices, above the least."""
+        self._slack = slack + _ROUNDING
         return self
 
     def least_time(self, layer: int, labels: Labels) -> Integers:
         """Of all layers after this one and of those put off, for each label."""
         after = self._sequence[layer + 1 :]
         equal = after.count(self._deferred) if self._deferred is not None else 0
-        times = np.empty(len(labels.time), dtype=np.int64)
-        room = self._budget - labels.memory
-        for put_off in np.unique(labels.put_off).tolist():
-            here = labels.put_off == put_off
-            times[here] = self._front(len(after) - equal, equal + put_off).least(room[here])
+        return self._least_times(len(after) - equal, equal + labels.put_off, self._budget - labels.memory)
+
+    def of_equal(self, counts: Integers, room: Integers) -> Integers:
+        """Least time of so many layers of the kind put off, each within so many bytes."""
+        return self._least_times(0, counts, room)
+
+    def _least_times(self, others: int, equal: Integers, room: Integers) -> Integers:
+        times = np.empty(len(equal), dtype=np.int64)
+        for count in np.unique(equal).tolist():
+            here = equal == count
+            times[here] = self._front(others, count).least(room[here])
         return times
 
     def _front(self, others: int, equal: int) -> _Front:

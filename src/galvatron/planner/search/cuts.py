@@ -8,10 +8,12 @@ exact below 2⁵³.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from galvatron.planner.cost import Pace
@@ -55,7 +57,7 @@ def best_cuts(matrices: list[CutMatrix], pace: Pace, cutoff: float) -> Cuts | No
     least_sum, slowest, positions = path
     best, best_positions = pace.whole_ns(least_sum, slowest), positions
     if pace.slowest:
-        least_slowest = program.least_slowest()
+        least_slowest = program.least_slowest(slowest)
         if pace.whole_ns(least_sum, least_slowest) >= min(best, cutoff):
             return Cuts(best, best_positions) if best < cutoff else None
         even = program.shortest(least_slowest)  # the other extreme; often best, and then little is left to try
@@ -78,59 +80,77 @@ def cuts_bound(matrices: list[CutMatrix], pace: Pace) -> float:
     """A cheap lower bound on what :func:`best_cuts` finds: the least sum and the least slowest stage, each alone."""
     program = _Program(matrices)
     path = program.shortest(np.inf)
-    return np.inf if path is None else pace.whole_ns(path[0], program.least_slowest())
+    return np.inf if path is None else pace.whole_ns(path[0], program.least_slowest(path[1]))
 
 
 class _Program:
-    """Paths through cut positions."""
+    """Paths through cut positions.
+
+    Where no stage has more than ``widest`` layers, stage p can only end within a band: not beyond what p + 1 stages
+    can take, and not so early that the stages after it could not take the rest. Nothing else is looked at.
+    """
 
     def __init__(self, matrices: list[CutMatrix]) -> None:
         self.matrices = matrices
-        ends, widths = matrices[0].shape
-        begins = np.arange(ends)[:, None] - np.arange(widths)[None, :]
-        self.begins: NDArray[np.intp] = np.where(begins < 0, ends, begins)
+        self.layers = matrices[0].shape[0] - 1
         distinct = {id(matrix): matrix for matrix in matrices}.values()
         self.least_of_width: Floats = np.min([matrix.min(axis=0) for matrix in distinct], axis=0)
 
     def shortest(self, limit: float) -> tuple[float, float, tuple[int, ...]] | None:
         """(sum, slowest, positions) of the least sum with every stage within the limit."""
-        ends = self.matrices[0].shape[0]
-        reach = np.full(ends + 1, np.inf)
-        reach[0] = 0.0
-        widths: list[NDArray[np.intp]] = []
-        within = np.nonzero(self.least_of_width <= limit)[0]
-        if within.size == 0:
-            return None
-        widest = int(within[-1]) + 1
-        begins = self.begins[:, :widest]
-        for matrix in self.matrices:
-            bounded = matrix[:, :widest]
+        widths: list[tuple[int, NDArray[np.intp]]] = []
+        reach = self._start()
+        for first, last, before, times in self._steps(limit, reach):
             if limit < np.inf:
-                bounded = np.where(bounded <= limit, bounded, np.inf)
-            total = reach[begins] + bounded
+                times = np.where(times <= limit, times, np.inf)
+            total = before + times
             width = total.argmin(axis=1)
-            widths.append(width)
-            reach[:-1] = total[np.arange(ends), width]
-        if not np.isfinite(reach[ends - 1]):
+            widths.append((first, width))
+            self._reached(reach, first, last, total[np.arange(last - first + 1), width])
+        if not widths or not np.isfinite(reach[-1]):
             return None
-        positions = [ends - 1]
-        for width in reversed(widths):
-            positions.append(positions[-1] - int(width[positions[-1]]))
+        positions = [self.layers]
+        for first, width in reversed(widths):
+            positions.append(positions[-1] - int(width[positions[-1] - first]))
         positions.reverse()
         slowest = max(
             matrix[end, end - begin]
             for matrix, begin, end in zip(self.matrices, positions, positions[1:], strict=False)
         )
-        return float(reach[ends - 1]), float(slowest), tuple(positions)
+        return float(reach[-1]), float(slowest), tuple(positions)
 
-    def least_slowest(self) -> float:
-        """The least possible time of the slowest stage."""
-        ends = self.matrices[0].shape[0]
-        reach = np.full(ends + 1, np.inf)
-        reach[0] = 0.0
-        for matrix in self.matrices:
-            reach[:-1] = np.maximum(reach[self.begins], matrix).min(axis=1)
-        return float(reach[ends - 1])
+    def least_slowest(self, at_most: float) -> float:
+        """The least possible time of the slowest stage, where some path is known to have no slower one than this."""
+        reach = self._start()
+        for first, last, before, times in self._steps(at_most, reach):
+            self._reached(reach, first, last, np.maximum(before, times).min(axis=1))
+        return float(reach[-1])
+
+    def _start(self) -> Floats:
+        """What stages so far take at least, by where they end; before the first position there is nothing."""
+        reach = np.full(len(self.least_of_width) + self.layers, np.inf)
+        reach[-self.layers - 1] = 0.0
+        return reach
+
+    def _reached(self, reach: Floats, first: int, last: int, times: Floats) -> None:
+        reach[:] = np.inf
+        reach[len(reach) - 1 - self.layers + first : len(reach) - self.layers + last] = times
+
+    def _steps(self, limit: float, reach: Floats) -> Iterator[tuple[int, int, Floats, Floats]]:
+        """Stage by stage: first and last position where it may end; and by end and width what the stages before it
+        take, as far as it is known by then, and what it takes itself."""
+        within = np.nonzero(self.least_of_width <= limit)[0]
+        widest = int(within[-1]) if within.size else 0
+        stages, begins = len(self.matrices), len(reach) - 1 - self.layers
+        if stages * widest < self.layers or stages > self.layers:
+            return
+        ending = sliding_window_view(reach, widest + 1)[:, ::-1]
+        for stage, matrix in enumerate(self.matrices):
+            after = stages - stage - 1
+            first = max(stage + 1, self.layers - after * widest)
+            last = min((stage + 1) * widest, self.layers - after)
+            before = ending[begins + first - widest : begins + last - widest + 1]
+            yield first, last, before, matrix[first : last + 1, : widest + 1]
 
 
 def balanced_cuts(weights: Floats, stages: int) -> tuple[int, ...]:
@@ -143,7 +163,7 @@ def balanced_cuts(weights: Floats, stages: int) -> tuple[int, ...]:
         matrix[end, 1 : end + 1] = prefix[end] - prefix[end - 1 :: -1][:end]
     program = _Program([matrix] * stages)
     # Within the least heaviest stage, make squares small so that the others are even too.
-    limit = program.least_slowest() * (1 + 1e-12)
+    limit = program.least_slowest(np.inf) * (1 + 1e-12)
     even = _Program([np.where(matrix <= limit, matrix * matrix, np.inf)] * stages)
     path = even.shortest(np.inf)
     assert path is not None

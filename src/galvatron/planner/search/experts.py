@@ -13,8 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from galvatron.core.spec import Axis, Factors, Kind, Strategy
+from galvatron.core.spec import Axis, Factors, Kind, LayerSpec, Strategy
 from galvatron.planner.cost import CostModel, ExpertCosts, ExpertPairs, Integers, Tables
+from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
@@ -72,16 +73,14 @@ class ExpertChoices:
         """Those of a space; None: there are none for this model."""
         devices = cost.cluster.devices // degree
         kinds = [kind for kind in cost.model.kinds if kind.experts is not None]
-        alone = [(axes, Strategy(experts=axes)) for axes in (space.expert_axes(devices) if kinds else ())]
+        if not kinds:
+            return None
+        alone = [(axes, Strategy(experts=axes)) for axes in space.expert_axes(devices)]
         possible = [(axes, each) for axes, each in alone if any(kind.allows_experts(each) for kind in kinds)]
         tensors = {each.expert_factors(Kind.TP) for _, each in possible}
-        usable = [
-            each
-            for each in strategies
-            if not each.graded
-            and any(cost.model.allows(kind, each) for kind in kinds)
-            and _tensors(*_class(each)[:2]) & tensors
-        ]
+        takes = allowed(cost.model, kinds, strategies, LayerSpec.supports).any(axis=0)
+        taken = [strategies[place] for place in np.nonzero(takes)[0].tolist()]
+        usable = [each for each in taken if not each.graded and _tensors(*_class(each)[:2]) & tensors]
         return cls(cost, usable, [axes for axes, _ in possible], degree) if usable else None
 
     @cached_property

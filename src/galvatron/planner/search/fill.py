@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron.planner.cost import Integers
+from galvatron.planner.search.bounds import Floats
 
-__all__ = ["Filling", "fill"]
+__all__ = ["Filling", "fill", "quick_fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,29 @@ def fill(time: Integers, memory: Integers, layers: int, budget: int, cutoff: flo
     return _Knapsack(time, memory, layers, budget, fast, slow).solve(cutoff)
 
 
-def _basis(time: Integers, memory: Integers, share: float) -> tuple[int, int]:
-    """Indices (fast, slow) of the hull's edge that a layer's share of the budget falls on."""
+def quick_fill(time: Integers, memory: Integers, layers: Integers, budgets: Integers) -> Floats:
+    """Of many such problems at once: the time of some filling, made of two strategies; inf where nothing fits."""
+    hull = np.array(_hull(time, memory))
+    place = np.searchsorted(memory[hull], budgets / np.maximum(layers, 1), side="right") - 1
+    slow, fast = hull[np.maximum(place, 0)], hull[np.minimum(place + 1, len(hull) - 1)]
+    room, extra = budgets - layers * memory[slow], memory[fast] - memory[slow]
+    faster = np.where(extra > 0, np.minimum(room // np.maximum(extra, 1), layers), 0)
+    return np.where(room >= 0, layers * time[slow] - faster * (time[slow] - time[fast]), np.inf)
+
+
+def _hull(time: Integers, memory: Integers) -> list[int]:
+    """Indices of the strategies on the convex hull."""
     hull = [0]
     for index in range(1, len(time)):
         while len(hull) > 1 and _slope(time, memory, hull[-2], hull[-1]) <= _slope(time, memory, hull[-1], index):
             hull.pop()
         hull.append(index)
+    return hull
+
+
+def _basis(time: Integers, memory: Integers, share: float) -> tuple[int, int]:
+    """Indices (fast, slow) of the hull's edge that a layer's share of the budget falls on."""
+    hull = _hull(time, memory)
     below = [index for index in hull if memory[index] <= share]
     position = len(below) - 1
     return (hull[-1], hull[-1]) if position == len(hull) - 1 else (hull[position + 1], hull[position])

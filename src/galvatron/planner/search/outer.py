@@ -48,6 +48,8 @@ _Queued = tuple[float, int, int, int, _Known]
 _Best = tuple[int, int, Solved, Combination]
 """Batch, nanoseconds of an iteration, and the plan of which combination."""
 _Item = TypeVar("_Item")
+_AHEAD, _SMALL = 16, 50_000
+"""Combinations priced ahead, and entries of their tables: for small tables numpy takes as long as for one of them."""
 _ROUGHLY = 8
 """Combinations tried for a rough plan."""
 
@@ -199,6 +201,7 @@ class Search:
                     heapq.heappush(queue, queued)
             elif known is not _Known.CUTS:
                 if key not in opened:
+                    self._prepare(key, queue)
                     opened[key] = self.combination(*key)
                 few = known is _Known.PRICES
                 bound = opened[key].bound(few_counts=few)
@@ -214,6 +217,15 @@ class Search:
         rest_bound = max(rest_bound, self._beyond(batch / solved.iteration_ns))
         proof = Proof(total, len(opened), solved_count, sum(c.stages_solved for c in opened.values()), rest_bound)
         return Optimum(batch, combination.stages, combination.micro_batches, solved, combination, proof)
+
+    def _prepare(self, key: tuple[int, int, int], queue: list[_Queued]) -> None:
+        """Price a combination, and with it those of the queue that come next, as far as tables stay small."""
+        batch, degree, micro_batches = key
+        candidates = self.candidates_of(degree)
+        most = min(_AHEAD, _SMALL // (candidates.size * len(self.layers.total)))
+        following = heapq.nsmallest(2 * most, queue) if most > 1 else []
+        pairs = [(b // m, m) for _, b, stages, m, known in following if stages == degree and known is _Known.PRICES]
+        candidates.prepare([(batch // micro_batches, micro_batches), *pairs], most)
 
     def _roughly(self, queue: list[_Queued]) -> _Best:
         """A plan that fits, of the most promising combinations, where the time was up before there was any."""

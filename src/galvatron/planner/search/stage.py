@@ -21,9 +21,9 @@ from galvatron.planner.cost import NEVER, Integers
 from galvatron.planner.search.bounds import Floats, hull_multipliers
 from galvatron.planner.search.choices import Choices, Useful
 from galvatron.planner.search.completions import Completions
-from galvatron.planner.search.fill import Filling, fill
+from galvatron.planner.search.fill import Filling, fill, quick_fill
 from galvatron.planner.search.labels import STAND_IN, Filler, Labels
-from galvatron.planner.search.watch import UNWATCHED, Watch
+from galvatron.planner.search.thetas import StageProblem, Thetas
 
 __all__ = ["StageProblem", "StageSolution", "solve_any", "solve_stage"]
 
@@ -37,29 +37,6 @@ _MANY_LABELS = 400
 """From so many on it pays to look at the layers still to come in whole strategies."""
 _BOUND_SLACK = 0.5
 """Times are whole: a bound within half a unit of the cutoff cannot hide an improvement, only rounding."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageProblem:
-    """Tables of one stage. T kinds of layer, S strategies, K layouts."""
-
-    kinds: Integers
-    """(L,) the kind of each layer."""
-    time: Integers
-    """(T, S), NEVER where a strategy is not allowed."""
-    memory: Integers
-    """(T, S) what stays allocated for the whole iteration."""
-    transient: Integers
-    """(T, S) what is needed on top while the layer runs; only the largest counts."""
-    layout_of: Integers
-    """(S,) layout of each strategy."""
-    change: Integers
-    """(T, K, K) time to change layout after a layer of each kind, from row to column."""
-    entry: Integers
-    """(K,) time to receive the stage's input in the first layer's layout."""
-    exit: Integers
-    """(K,) time to receive the gradient of the stage's output in the last layer's layout."""
-    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +65,7 @@ def solve_any(
 
     ``rough``: what beams find for the most promising θ is enough; there may be a solution where they find none.
     """
-    roots = [_Root.of(problem, budget) for problem in problems]
+    roots = [Thetas.of(problem, budget) for problem in problems]
     heap = [(float(root.bounds.min()), place, 0, len(root.thetas)) for place, root in enumerate(roots) if root.thetas]
     heapq.heapify(heap)
     best: StageSolution | None = None
@@ -98,7 +75,7 @@ def solve_any(
         bound, place, first, last = heapq.heappop(heap)
         if bound >= cutoff - _BOUND_SLACK:
             break
-        path = roots[place].path(first, last)
+        path = _PathSolver.of(roots[place], first, last)
         if last - first == 1:
             solution, complete = path.solve(cutoff)
             if solution is not None:
@@ -120,68 +97,6 @@ def solve_any(
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Root:
-    """A problem, and its useful θ in increasing order, each with a bound that ignores layout changes."""
-
-    problem: StageProblem
-    budget: int
-    kinds: dict[int, Choices]
-    thetas: list[int]
-    bounds: Floats
-
-    @classmethod
-    def of(cls, problem: StageProblem, budget: int) -> _Root:
-        kinds = _kinds(problem)
-        return cls(problem, budget, kinds, *_transient_candidates(problem, kinds, budget))
-
-    def path(self, first: int, last: int) -> _PathSolver:
-        """All that some θ of this range allows, and perhaps more."""
-        return _PathSolver(self.problem, self.kinds, self.thetas[last - 1], self.budget - self.thetas[first])
-
-
-def _kinds(problem: StageProblem) -> dict[int, Choices]:
-    return {
-        int(kind): Choices.of(problem.time[kind], problem.memory[kind], problem.transient[kind], problem.layout_of)
-        for kind in dict.fromkeys(problem.kinds.tolist())
-    }
-
-
-def _transient_candidates(problem: StageProblem, kinds: dict[int, Choices], budget: int) -> tuple[list[int], Floats]:
-    """Useful θ and their bounds.
-
-    Some layer needs just θ: what no layer needs so much for is found with a smaller θ and more budget.
-    """
-    if any(kind.time.size == 0 for kind in kinds.values()):
-        return [], np.empty(0)
-    smallest = max(int(kind.transient.min()) for kind in kinds.values())
-    thetas = np.array(sorted({theta for kind in kinds.values() for theta in kind.transient.tolist()}))
-    thetas = thetas[(thetas >= smallest) & (thetas <= budget)]
-    rows = list(kinds)
-    lams = hull_multipliers(problem.time[rows], problem.memory[rows])
-    counts = {index: int(np.count_nonzero(problem.kinds == index)) for index in kinds}
-    lightest = {index: int(kind.memory.min()) for index, kind in kinds.items()}
-    room = budget - thetas - sum(counts[index] * lightest[index] for index in kinds)
-    bounds = -lams[:, None] * room
-    extra = np.zeros(thetas.size, dtype=np.int64)
-    just = np.full(bounds.shape, np.inf)
-    for index, kind in kinds.items():
-        order = np.argsort(kind.transient, kind="stable")
-        upto = np.searchsorted(kind.transient[order], thetas, side="right") - 1
-        memory = kind.memory[order] - lightest[index]
-        priced = kind.time[order] + lams[:, None] * memory
-        least = np.minimum.accumulate(priced, axis=1)[:, upto]
-        bounds += counts[index] * least
-        needed, begins = np.unique(kind.transient[order], return_index=True)
-        places = np.searchsorted(needed, thetas).clip(max=len(needed) - 1)
-        exact = np.minimum.reduceat(priced, begins, axis=1)[:, places]
-        np.minimum(just, np.where(needed[places] == thetas, exact - least, np.inf), out=just)
-        extra += counts[index] * np.minimum.accumulate(memory)[upto]
-    bounds += just
-    fits = extra <= room
-    return thetas[fits].tolist(), bounds.max(axis=0)[fits] if fits.any() else np.empty(0)
-
-
 class _PathSolver:
     """The problem without transients: Σ memory ≤ budget."""
 
@@ -196,7 +111,14 @@ class _PathSolver:
         self.layouts = problem.change.shape[1]
         self.lams = _FAN * self._best_multiplier()
         self.rest, self.bounds = self._completion_bounds()
+        self.best_first: NDArray[np.intp] = np.argsort(-self.bounds, kind="stable")
+        """The multipliers, that with the best bound on the whole first."""
         self.deferred = self._deferred_class()
+
+    @classmethod
+    def of(cls, root: Thetas, first: int, last: int) -> _PathSolver:
+        """All that some θ of this range allows, and perhaps more."""
+        return cls(root.problem, root.kinds, root.thetas[last - 1], root.budget - root.thetas[first])
 
     @property
     def bound(self) -> float:
@@ -340,11 +262,12 @@ class _PathSolver:
         """Those of the chosen labels that may still beat the cutoff, with what each takes at least: what it has, layers
         put off, layers to come, less the budget's worth.
 
-        The multiplier with the best bound on the whole comes first; the others look at what it leaves.
+        The multiplier with the best bound on the whole comes first; the others look at what it leaves. Few labels are
+        looked at with all of them at once.
         """
-        order = np.argsort(-self.bounds, kind="stable")
+        order = self.best_first
         bound = np.full(chosen.size, -np.inf)
-        for places in (order[:1], order[1:]):
+        for places in (order,) if chosen.size < _MANY_LABELS else (order[:1], order[1:]):
             put_off, memory, layout = labels.put_off[chosen], labels.memory[chosen], labels.layout[chosen]
             open_cost = filler.priced[places, None] * put_off + self.lams[places, None] * (memory - self.budget)
             open_cost = open_cost + rest[places][:, layout]
@@ -353,17 +276,35 @@ class _PathSolver:
             chosen, bound = chosen[keep], bound[keep]
         return chosen, bound
 
+    def _least_filled(self, labels: Labels, filler: Filler, cutoff: int) -> tuple[Floats, int]:
+        """What these labels take at least after their layers put off are filled in; and a cutoff that leaves the best
+        of them, as low as some quick filling makes it."""
+        total = labels.time + self.problem.exit[labels.layout]
+        if not labels.put_off.any():
+            return total.astype(np.float64), cutoff
+        table, room = filler.table, self.budget - labels.memory
+        quick = total + quick_fill(table.time, table.memory, labels.put_off, room)
+        cutoff = int(min(cutoff, quick.min() + 1))
+        place = int(self.best_first[0])
+        lam, priced = float(self.lams[place]), float(filler.priced[place])
+        least = total + priced * labels.put_off - lam * room
+        equal = Completions({0: table}, [], 0, lam, self.budget).within(cutoff - float(least.min()))
+        return (total + equal.of_equal(labels.put_off, room)).astype(np.float64), cutoff
+
     def _finished(
         self, labels: Labels, filler: Filler, history: list[tuple[NDArray[np.intp], Integers]], cutoff: int
     ) -> StageSolution | None:
         """The best complete label after its layers put off are filled in."""
         total = labels.time + self.problem.exit[labels.layout]
         left, bounds = self._hopeful(labels, np.arange(len(total)), filler, self.rest[-1], cutoff)
+        least, cutoff = self._least_filled(labels.at(left), filler, cutoff)
         order = np.argsort(bounds, kind="stable")
         best: tuple[int, Filling] | None = None
-        for index, bound in zip(left[order].tolist(), bounds[order].tolist(), strict=True):
+        for index, bound, filled in zip(*(each[order].tolist() for each in (left, bounds, least)), strict=True):
             if bound >= cutoff - _BOUND_SLACK:
                 break
+            if filled >= cutoff - _BOUND_SLACK:
+                continue
             put_off, room = int(labels.put_off[index]), self.budget - int(labels.memory[index])
             filling = fill(filler.table.time, filler.table.memory, put_off, room, cutoff - int(total[index]))
             if filling is not None:
