@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def test_stages_have_one_number_exactly_where_they_have_one_signature(seed: int)
         layers = Layers(kinds, kind_count)
         most = int(rng.integers(1, count + 1))
         spans = layers.spans(most)
-        signatures = {}
+        signatures = dict[Any, Any]()
         for end in range(count + 1):
             for width in range(most + 1):
                 number = int(spans.number[end, width])

@@ -268,8 +268,10 @@ def test_what_layers_can_take_is_known_for_all_strategies_at_once(name: str) -> 
 def test_strategies_that_share_what_follows_from_axes_are_as_if_read(devices: int) -> None:
     """Strategies of a space share what follows from their axes: it must be what each would find itself."""
     strategies = space_named("full", replace(EXTENDED, context_parallel=True, zero3=True)).strategies(devices)
-    names = ("devices", "divided", "switches", "data_degree", "context_degree", "layout", "sharding_factors")
-    names += ("batch_factors", "context_factors", "gradient_factors", "replica_factors")
+    names = [
+        "devices", "divided", "switches", "data_degree", "context_degree", "layout", "sharding_factors",
+        "batch_factors", "context_factors", "gradient_factors", "replica_factors",
+    ]  # fmt: skip
     for made in strategies:
         read = Strategy.parse(str(made))
         assert made == read
