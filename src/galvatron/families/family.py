@@ -40,6 +40,8 @@ class Family:
     """Well-known models by name."""
     tiny: Mapping[str, Architecture] = field(default_factory=dict)
     """Models to try things with, by name."""
+    recipes: frozenset[str] = frozenset()
+    """Systems with a recipe for such models, where plans are exported to recipes."""
     rank: int = 1000
     """Place among the families; equal ranks are ordered by the folders' names."""
     paper_rank: int | None = None

@@ -174,6 +174,7 @@ _llama2 = partial(Llama, positions=4096, norm_epsilon=1e-5)
 _llama3 = partial(Llama, vocabulary=128256, positions=8192, rope_theta=500_000.0, norm_epsilon=1e-5)
 
 FAMILY = Family(
+    recipes=frozenset({"torchtitan"}),
     model_type="llama",
     head_class="LlamaForCausalLM",
     read=_read,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 
 from galvatron.core.spec import ADAMW, GPIPE, ModelSpec, Precision
+from galvatron.families.discovery import families
 from galvatron.planner.exchange.target import Target
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 
 __all__ = ["TORCHTITAN", "options_of", "stage_modules"]
 
-_NO_RECIPE = frozenset({"bert", "gpt2", "vit"})
-"""Families of ours of which torchtitan has no model."""
+_NAME = "torchtitan"
 
 
 def options_of(layout: Uniform, model: ModelSpec) -> tuple[tuple[str, ...], ...]:
@@ -105,7 +105,8 @@ def _experts(layout: Uniform, model: ModelSpec) -> str | None:
 
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     notes = ["put --module and --config of the model's recipe before them; they must be the last options"]
-    if model.family in _NO_RECIPE:
+    family = families().get(model.family)
+    if family is not None and _NAME not in family.recipes:
         notes.append(f"torchtitan 0.3 has no recipe for models such as {model.name}: its model would be yours to write")
     if model.training.precision is Precision.TF32:
         notes.append("TF32 is PyTorch's setting, not an option of torchtitan")
@@ -113,7 +114,7 @@ def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
 
 
 TORCHTITAN = Target(
-    name="torchtitan",
+    name=_NAME,
     title="torchtitan",
     suffix=".args",
     comment="",
