@@ -111,8 +111,8 @@ def _preload() -> None:
     import intake_weights  # noqa: F401
 
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def _start(name: str, arguments: argparse.Namespace) -> _Running:

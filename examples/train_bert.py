@@ -29,7 +29,7 @@ def main() -> None:
     assert plan.model.config is not None
     config = AutoConfig.for_model(**plan.model.config)
     with torch.device("meta"):  # no rank needs the whole model
-        stock = AutoModelForMaskedLM.from_config(config)  # type: ignore[no-untyped-call]
+        stock = AutoModelForMaskedLM.from_config(config)
 
     model = galvatron.parallelize(stock, plan)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)

@@ -30,9 +30,9 @@ def test_parameters_are_on_meta_and_buffers_are_right(name: str) -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(stock.named_buffers()), rtol=0, atol=0)
 
 
-class _Filled(transformers.LlamaForCausalLM):  # type: ignore[no-untyped-call]
+class _Filled(transformers.LlamaForCausalLM):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[no-untyped-call]
+        super().__init__(config)
         self.register_buffer("constant", nn.init.constant_(torch.zeros(3), 2.0))
         self.register_buffer("drawn", nn.init.uniform_(torch.zeros(3), 4.0, 5.0))
         self.register_buffer("put_in", torch.zeros(3).fill_(6.0))

@@ -36,7 +36,7 @@ def _mixtral(precision: Precision) -> ModelSpec:
         max_position_embeddings=32,
         sliding_window=None,
     )
-    model: nn.Module = MixtralForCausalLM._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    model: nn.Module = MixtralForCausalLM._from_config(config, attn_implementation="sdpa")
     ids = torch.zeros((1, _TOKENS), dtype=torch.long)
     spec = describe(model, {"input_ids": ids, "labels": ids}, Training(precision=precision))
     assert spec.parameters == sum(own.numel() for own in model.parameters())

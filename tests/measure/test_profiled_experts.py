@@ -51,7 +51,7 @@ def _model(layer: LayerSpec = _LAYER) -> ModelSpec:
 
 
 def _described() -> ModelSpec:
-    model: Any = MixtralForCausalLM(MixtralConfig(**_CONFIG))  # type: ignore[no-untyped-call]
+    model: Any = MixtralForCausalLM(MixtralConfig(**_CONFIG))
     batch = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("input_ids", "labels")}
     return galvatron.describe(model, batch, Training(sequence_length=16, dropout=False))
 

@@ -26,7 +26,7 @@ from galvatron.families.registry import layered_model
 
 __all__ = ["Case", "Record", "batches", "first_weights", "single_process", "stock_loss", "stock_model", "trained"]
 
-logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+logging.disable_progress_bar()
 
 _CLASSES = {
     "bert": "BertForMaskedLM",

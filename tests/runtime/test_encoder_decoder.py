@@ -26,7 +26,7 @@ def _model() -> Any:
     torch.manual_seed(0)
     sizes: Any = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _SIDES.items()}
     config = BartConfig(vocab_size=67, d_model=32, max_position_embeddings=32, dropout=0.0, **sizes)
-    return BartForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    return BartForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
 
 _SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}

@@ -45,20 +45,16 @@ _SEEN: dict[str, Any] = {
 def _llava() -> Any:
     """Reads what the last block but one of CLIP made."""
     vision = CLIPVisionConfig(**_SEEN, image_size=8, projection_dim=16)
-    config = LlavaConfig(  # type: ignore[call-arg]
-        vision_config=vision, text_config=LlamaConfig(**_TEXT), image_token_id=_IMAGE
-    )
-    return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**_TEXT), image_token_id=_IMAGE)
+    return LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
 
 def _gemma3() -> Any:
     """Tokens of an image see each other, which its token_type_ids say."""
     vision = SiglipVisionConfig(**_SEEN, image_size=16)
     text = Gemma3TextConfig(**_TEXT, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-    config = Gemma3Config(  # type: ignore[call-arg]
-        vision_config=vision, text_config=text, image_token_id=_IMAGE, mm_tokens_per_image=4
-    )
-    return Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    config = Gemma3Config(vision_config=vision, text_config=text, image_token_id=_IMAGE, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
 
 def _qwen() -> Any:
@@ -70,7 +66,7 @@ def _qwen() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     text = {**_TEXT, "rope_parameters": rope}
     config = Qwen2_5_VLConfig(vision_config=vision, text_config=text, image_token_id=_IMAGE, vision_start_token_id=61)
-    return Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    return Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
 
 _MODELS = {"llava": _llava, "gemma3": _gemma3, "qwen2.5-vl": _qwen}

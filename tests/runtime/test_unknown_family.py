@@ -39,7 +39,7 @@ def _model(tied: bool = False) -> nn.Module:
         max_position_embeddings=32,
         sliding_window=None,
     )
-    model: nn.Module = MistralForCausalLM._from_config(config, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    model: nn.Module = MistralForCausalLM._from_config(config, attn_implementation="sdpa")
     return model
 
 

@@ -50,7 +50,7 @@ def _config() -> Qwen2Config:
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = Qwen2ForCausalLM._from_config(_config(), attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+    model: nn.Module = Qwen2ForCausalLM._from_config(_config(), attn_implementation="sdpa")
     return model
 
 

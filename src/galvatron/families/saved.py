@@ -57,7 +57,7 @@ class _Conversion:
         """The parameters, from all parts."""
         converter = copy.deepcopy(self.converter)
         for (pattern, _, saved), tensor in zip(self.parts, tensors, strict=True):
-            converter.add_tensor(self.first, saved, pattern, tensor)  # type: ignore[arg-type]  # takes tensors as well
+            converter.add_tensor(self.first, saved, pattern, tensor)  # takes tensors as well
         made = converter.convert(self.first, model=model, config=model.config)
         return {name: own[0] if isinstance(own, list) else own for name, own in made.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard, Unpack
+from typing import Any, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
     "fp64": torch.float64, "float64": torch.float64,
 }  # fmt: skip
-Model = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
+Model: TypeAlias = nn.Module | PreTrainedConfig | Mapping[str, Any] | None
 
 
 class ParallelizeOptions(TypedDict, total=False):

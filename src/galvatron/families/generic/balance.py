@@ -96,15 +96,15 @@ def record_scores(model: nn.Module, blocks: str) -> None:
 def recorded() -> Iterator[list[Tensor]]:
     """The scores of all routers that run meanwhile."""
     found: dict[str, list[Tensor]] = {_KEY: []}
-    token = _active_collector.set(found)  # type: ignore[no-untyped-call]
+    token = _active_collector.set(found)
     try:
         yield found[_KEY]
     finally:
-        _active_collector.reset(token)  # type: ignore[no-untyped-call]
+        _active_collector.reset(token)
 
 
 def give_scores(scores: Tensor) -> None:
     """Inside a model's own forward: as if a router had made them."""
-    collected = _active_collector.get()  # type: ignore[no-untyped-call]
+    collected = _active_collector.get()
     if collected is not None and _KEY in collected:
         collected[_KEY].append(scores)
