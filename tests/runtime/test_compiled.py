@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -216,3 +217,25 @@ def test_other_documents_do_not_compile_anew(strategy: str, dropout: float) -> N
     for graphs in ranks(2).run(_packed, case, plan_for(case), first_weights(case), given):
         assert graphs[1] == graphs[3] <= 2
         assert graphs[-1] <= 3
+
+
+def test_what_another_rank_compiled_is_loaded_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank with a graph holds a lock while it compiles; when it is done, no rank holds one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+
+    def locked() -> bool:
+        (path,) = tmp_path.glob("galvatron-*.lock")
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    with pytest.raises(RuntimeError, match="fails"), compiled._first_alone(graph, []):
+        raise RuntimeError("fails")
+    with compiled._first_alone(graph, []):
+        assert locked(), "what failed was not done"
+    with compiled._first_alone(graph, []):
+        assert not locked()

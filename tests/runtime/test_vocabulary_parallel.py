@@ -105,6 +105,24 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
 # Embedding
 
 
+def _twice(given: _Scores) -> bool:
+    """On a rank: whether the logits are what they were, and whether a second pass over one graph is refused."""
+    assert dist.group.WORLD is not None
+    words = _words(given.logits.shape[-1], dist.get_rank(), dist.get_world_size())
+    part = given.logits[..., words.start : words.stop]
+    mine = part.clone().requires_grad_()
+    loss = SplitCrossEntropy(words, given.logits.shape[-1], dist.group.WORLD)(mine, given.labels)
+    torch.autograd.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+    return torch.equal(mine.detach(), part)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_its_own_maps_are_written_over(dtype: torch.dtype) -> None:
+    assert all(ranks(4).run(_twice, _random(64, dtype=dtype)))
+
+
 def _split_lookup(weight: Tensor, ids: Tensor, padding: int | None, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """On a rank: the vectors, and the gradient of its own words."""
     assert dist.group.WORLD is not None
