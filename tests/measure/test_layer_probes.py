@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from galvatron.core.spec import Cluster, ModelSpec, Precision, Training
 from galvatron.families import load_cluster, load_model
-from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, variants_of
+from galvatron.measure.layer_jobs.probes import LayerProbe, Variant, probes_of, variants_of
+from galvatron.measure.layer_jobs.runs import Bench
+from galvatron.measure.timing import Probe
 from galvatron.planner.space import divisors
 
 
@@ -79,3 +84,31 @@ def test_long_samples_that_do_not_fit_are_not_measured(tokens: int, plain: set[s
             saved = kinds[probe.variant.layer].activation_bytes / probe.variant.tp
             assert probe.samples * saved <= cluster.device.memory_bytes / 2
     assert any(probe.variant.fused_loss for probe in probes) == fused
+
+
+@pytest.mark.parametrize(("world", "compiles"), [(1, True), (3, False), (3, True)])
+def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
+    """Each variant is run ahead by one rank, most samples first, and an out-of-memory ends nothing."""
+    probes = _probes(load_model("bert-huge-32", Training(sequence_length=512)), load_cluster("titan-rtx-8"))
+    ran: list[tuple[Variant, int]] = []
+
+    def probe(variant: Variant, samples: int) -> Probe:
+        ran.append((variant, samples))
+        if len(ran) == 2:
+            raise torch.OutOfMemoryError
+        return Probe(lambda calls: (0.0,))
+
+    for rank in range(world):
+        bench = object.__new__(Bench)
+        bench._settings = SimpleNamespace(compile=compiles)  # type: ignore[assignment]
+        silent: Any = SimpleNamespace(rank=rank, local_world=world, report=lambda *_: None, meet=lambda: None)
+        bench._peers, bench._assemblies, bench._kept = silent, {}, {}
+        bench.probe = probe  # type: ignore[method-assign]
+        bench.compile_ahead(probes)
+    if world == 1 or not compiles:
+        assert not ran
+        return
+    assert sorted(ran, key=repr) == sorted(((own.variant, own.samples) for own in probes), key=repr)
+    for variant in {own.variant for own in probes}:
+        counts = [samples for other, samples in ran if other == variant]
+        assert counts == sorted(counts, reverse=True)
