@@ -17,10 +17,12 @@ from ranks import ranks
 from safetensors.torch import load_file
 from small_models import config
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import galvatron
 from galvatron.core.spec import Training, schedule_named
 from galvatron.core.spec.tuning import Lora
+from galvatron.families.lora import scale_at_rank
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
@@ -90,6 +92,34 @@ _LLAMA = config("llama", vocab_size=64)
 )
 def test_trains_as_peft_does(stages: list[list[str]]) -> None:
     _check(_Adapted(config=_LLAMA, stages=stages, batch=4, micro_batches=2, clip=0.5))
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the widths of what is multiplied element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.widths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.Tensor:
+            self.widths.append(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_adapters_are_scaled_at_their_rank() -> None:
+    """Wide results and their gradients are not multiplied."""
+    stock = nn.Sequential(nn.Linear(6, 8, bias=False))
+    model: Any = get_peft_model(stock, LoraConfig(r=2, lora_alpha=3, target_modules=["0"]))
+    nn.init.ones_(model.base_model.model[0].lora_B["default"].weight)
+    given = torch.randn(5, 6)
+    expected = model(given)
+    scale_at_rank(model)
+    with _Products() as noted:
+        found = model(given)
+        torch.autograd.backward(found.sum())
+    assert set(noted.widths) == {2}
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
