@@ -10,6 +10,7 @@ import pytest
 
 import galvatron
 from galvatron.core.errors import Infeasible
+from galvatron.planner.plan import advice
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.setup import request_for
@@ -43,7 +44,10 @@ OLD = Setup(
         ),
     ],
 )
-def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, options: set[str]) -> None:
+def test_each_line_of_advice_is_true(
+    model: str, cluster: str, setup: Setup, options: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "_PRICING_S", 3)  # a slow machine, too, prices each option to its end
     with pytest.raises(Infeasible) as caught:
         make_plan(request_for(model, cluster, setup))
     seen = set()
@@ -59,7 +63,22 @@ def test_each_line_of_advice_is_true(model: str, cluster: str, setup: Setup, opt
         plan = cast("Any", galvatron.plan)(model, cluster, **{**setup, name: given})
         assert plan.batch == int(match[2])
         assert float(match[1]) == pytest.approx(plan.throughput, rel=0.03 if "about" in line else 0.006)
+        assert "at least" not in line
     assert options <= seen, caught.value.advice
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.05, 0.1])
+def test_advice_that_ran_out_of_time_says_no_more_than_it_knows(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "_PRICING_S", seconds)
+    with pytest.raises(Infeasible) as caught:
+        make_plan(request_for("bert-huge-48", "titan-rtx-8", OLD))
+    for line in caught.value.advice:
+        if (match := PRICED.search(line)) and match[3].startswith("--recompute"):
+            plan = make_plan(request_for("bert-huge-48", "titan-rtx-8", OLD | {"recompute": True}))
+            exact = pytest.approx(plan.throughput, rel=0.006)
+            assert float(match[1]) == exact or ("at least" in line and float(match[1]) < plan.throughput)
 
 
 def test_advice_is_quick_on_eight_devices() -> None:
