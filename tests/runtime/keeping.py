@@ -18,8 +18,9 @@ from galvatron.runtime.model import ParallelModel
 __all__ = ["kept_by_forward", "watch"]
 
 
-def _live_bytes(model: ParallelModel | None = None) -> int:
-    gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]  # gives each an object
+def _live_bytes(model: ParallelModel) -> int:
+    """Of what was made since :func:`_forget`."""
+    gradients = [parameter.grad for parameter in model.parameters()]  # gives each an object
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -28,6 +29,12 @@ def _live_bytes(model: ParallelModel | None = None) -> int:
             storages[storage._cdata] = storage
     del gradients
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages.values() if storage.nbytes()}.values())
+
+
+def _forget() -> None:
+    """Leave out what is there now: looking at it again and again would take longer than the test itself."""
+    gc.collect()
+    gc.freeze()
 
 
 def _call_before(model: ParallelModel, forward: Callable[[], None], backward: Callable[[], None]) -> None:
@@ -46,13 +53,13 @@ def _call_before(model: ParallelModel, forward: Callable[[], None], backward: Ca
 def watch(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> dict[str, list[float]]:
     """On a rank: what is alive before each forward, before each backward and at the end of each iteration, in multiples
     of the whole model's parameters in fp32."""
-    unused = _live_bytes()
+    _forget()
     model = build(case, plan, folder)
     unit = 4 * sum(torch.Size(shape).numel() for shape in model._shapes.values())
     seen: dict[str, list[float]] = {"forward": [], "backward": [], "end": []}
 
     def look(when: str) -> None:
-        seen[when].append((_live_bytes(model) - unused) / unit)
+        seen[when].append(_live_bytes(model) / unit)
 
     _call_before(model, lambda: look("forward"), lambda: look("backward"))
     for batch in given:
@@ -67,6 +74,7 @@ def kept_by_forward(
     case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, Tensor], iterations: int = 1
 ) -> int:
     """On a rank: bytes that the last of so many forwards keeps for backward."""
+    _forget()
     model = build(case, plan, folder)
     seen: list[int] = []
 

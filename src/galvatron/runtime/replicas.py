@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -85,17 +86,18 @@ def _figures(name: str, values: Tensor, signs: Tensor) -> Tensor:
     sums, norms = [], []
     for number, chunk in enumerate(flat.split(_CHUNK)):
         start = (first + 7919 * number) % _CHUNK
-        sums.append(torch.dot(chunk.double(), signs[start : start + len(chunk)]))
+        sums.append(torch.dot(chunk.double(), signs[start : start + len(chunk)].double()))
         norms.append(torch.linalg.vector_norm(chunk, dtype=torch.float64))
     return torch.stack([torch.stack(sums).sum(), torch.linalg.vector_norm(torch.stack(norms))])
 
 
+@lru_cache(maxsize=1)
 def _signs(device: torch.device) -> Tensor:
     """+1 and -1, by the place alone and in whole numbers, so that all kinds of devices agree on them."""
     places = torch.arange(2 * _CHUNK, device=device)
     mixed = places * 2654435761 % (1 << 32)
     mixed = (mixed ^ (mixed >> 15)) * 1597334677 % (1 << 32)
-    return (1 - 2 * ((mixed >> 13) & 1)).double()
+    return (1 - 2 * ((mixed >> 13) & 1)).to(torch.int8)  # small, because it is kept
 
 
 def _stack(figures: list[Tensor], device: torch.device) -> Tensor:

@@ -58,11 +58,19 @@ def split_difference(model: nn.Module, training: Training, *, sequence: bool = F
 
 def _difference(small: nn.Module, tolerance: Tolerance, *, sequence: bool) -> str | None:
     dtype = next(own.dtype for own in small.parameters() if own.is_floating_point())
-    layered = Generic(without_weights(small))
-    for name, drawn in trial_batches(layered, small, _SIZE).items():
-        batch = {key: own.to(dtype) if own.is_floating_point() else own for key, own in drawn.items()}
-        answer = one_process(small, batch, None, torch.device("cpu"))
-        wrong = judged(answer, *_under_tensor_parallelism(small, batch, sequence=sequence), tolerance)
+    models = [Generic(without_weights(small)) for _ in range(_RANKS)]
+    batches = {
+        name: {key: own.to(dtype) if own.is_floating_point() else own for key, own in drawn.items()}
+        for name, drawn in trial_batches(models[0], small, _SIZE).items()
+    }
+    answers = [one_process(small, batch, None, torch.device("cpu")) for batch in batches.values()]
+
+    def run(group: ProcessGroup) -> list[_Share]:
+        rank = _Rank(models[group.rank()], small, group, sequence=sequence)
+        return [rank.run(batch) for batch in batches.values()]
+
+    for name, answer, *shares in zip(batches, answers, *simulate(_RANKS, run), strict=True):
+        wrong = judged(answer, shares[0].loss, _put_together(shares), tolerance)
         if wrong is not None:
             return f"a tiny copy that is split differs from the whole one. Of a {name} batch {wrong}"
     return None
@@ -95,14 +103,6 @@ class _Share:
     loss: float
     gradients: dict[str, tuple[ParameterShard, Tensor]]
     """By stock name."""
-
-
-def _under_tensor_parallelism(
-    small: nn.Module, batch: Batch, *, sequence: bool
-) -> tuple[float, Iterator[tuple[str, Tensor]]]:
-    models = [Generic(without_weights(small)) for _ in range(_RANKS)]
-    shares = simulate(_RANKS, lambda group: _Rank(models[group.rank()], small, group, sequence=sequence).run(batch))
-    return shares[0].loss, _put_together(shares)
 
 
 def _put_together(shares: Sequence[_Share]) -> Iterator[tuple[str, Tensor]]:
@@ -148,6 +148,8 @@ class _Rank:
 
     def run(self, batch: Batch) -> _Share:
         """The loss of a batch and the gradients of what this rank holds."""
+        for layer in self._layered.layers:
+            layer.zero_grad()
         context = self._layered.context(batch, self._dtype)
         activations: Activations = ()
         before = False
