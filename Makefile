@@ -12,6 +12,9 @@ RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 DOCS := .venv/.docs
 
+# Tests and demo start many processes, which would compile the same source again and again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test pytest test-all lint bench pictures docs clean
 
 $(VENV): pyproject.toml constraints.txt

@@ -82,9 +82,9 @@ def test_the_digest_of_a_model_does_not_depend_on_it() -> None:
     """So that profiles and checkpoints of earlier versions are still known."""
     model = load_model("llama3-8b", Training())
     assert model.divisible
-    assert model.digest == model.undivided().digest
-    assert model.layers_digest == model.undivided().layers_digest
-    assert not model.undivided().divisible
+    assert model.digest == model.undivided.digest
+    assert model.layers_digest == model.undivided.layers_digest
+    assert not model.undivided.divisible
 
 
 @pytest.mark.parametrize(

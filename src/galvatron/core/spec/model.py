@@ -286,9 +286,11 @@ class ModelSpec:
         layers = tuple(layer.untuned() for layer in self.layers)
         return replace(self, layers=layers, training=self.training.untuned())
 
+    @cached_property
     def undivided(self) -> ModelSpec:
         """The same without what is known of dividing its sequences, which is no part of what it computes."""
-        return replace(self, layers=tuple(replace(layer, context=None) for layer in self.layers))
+        kinds = {kind.name: replace(kind, context=None) for kind in self.kinds}
+        return replace(self, layers=tuple(kinds[layer.name] for layer in self.layers))
 
     @cached_property
     def parameters(self) -> int:
@@ -323,7 +325,7 @@ class ModelSpec:
         """Identifies layers and training, whatever file or preset they came from."""
         facts = {
             "family": self.family,
-            "kinds": [kind.to_dict() for kind in self.undivided().kinds],
+            "kinds": [kind.to_dict() for kind in self.undivided.kinds],
             "order": [layer.name for layer in self.layers],
             "training": self.training.to_dict(),
         }
@@ -333,7 +335,7 @@ class ModelSpec:
     def layers_digest(self) -> str:
         """Identifies what a profile measures: kinds of layer and how they compute, whatever their number and order, and
         whatever of them is frozen."""
-        stock = self.untuned().undivided()
+        stock = self.untuned().undivided
         balanced = (
             kind if kind.experts is None else replace(kind, experts=replace(kind.experts, imbalance=1.0))
             for kind in stock.kinds

@@ -249,7 +249,7 @@ def written_out(request: Request, decisions: Decisions, certificate: Certificate
     )
     return Plan(
         version=FORMAT_VERSION,
-        model=ModelFacts.of(request.model if switches.context_parallel else request.model.undivided()),
+        model=ModelFacts.of(request.model if switches.context_parallel else request.model.undivided),
         cluster=ClusterFacts(digest=request.cluster.digest, devices=request.cluster.devices, facts=request.cluster),
         profile=request.profile,
         space=SpaceFacts(
