@@ -89,6 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
 class ExpertCase(Case):
     """A model with experts and its plan."""
 
+    tokens: int = 5
+    """Of a sample; no number of ranks divides the default."""
     skewed: bool = False
     """All tokens choose the first two experts."""
 
@@ -109,8 +111,7 @@ class ExpertCase(Case):
 
     @property
     def length(self) -> int:
-        """Tokens of a sample, which no number of ranks divides."""
-        return 5
+        return self.tokens
 
 
 def case(family: str, *stages: list[str], **options: Any) -> ExpertCase:

@@ -26,6 +26,7 @@ from galvatron.runtime.verify import difference as verified
 _FP32 = {"dtype": torch.float32}
 _SKEWED = {"skewed": True}
 _CLIPPED = {"clip": 0.5}
+_LONG = {"tokens": 16, "config": {"num_key_value_heads": 4}}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,13 @@ _CLIPPED = {"clip": 0.5}
         ("gpt_oss", [["dp4", "dp4/ep4", "sdp4/sdp2-ep2+rc", "dp4"]], _SKEWED),
         longer("gpt_oss", [["dp4", "dp2-tp2/ep4", "dp4/dp2-ep2", "dp4"]], {**_SKEWED, **_FP32}),
         longer("gpt_oss", [["dp4", "dp2-tp2/ep2-dp2", "tp4/ep4", "dp4"]], {}),
+        # Sequences divided, so that tokens come to their experts from all parts of a sample.
+        ("qwen3_moe", [["ring4+zero3", "ring2-ulysses2/sdp2-ep2+zero3", "ulysses2-tp2/ep4", "dp4"]], _LONG),
+        longer("mixtral", [["dp4", "dp2-ulysses2/ep4", "ring4/dp2-ep2+rc", "dp4"]], _LONG | _CLIPPED),
+        longer("qwen3_moe", [["dp4", "ulysses2-tp2/ep2-tp2", "ring2-tp2/ep4", "tp4"]], _LONG),
+        longer("qwen3_moe", [["dp2", "ring2/ep2"], ["ulysses2/ep2+rc", "dp2"]], {"micro_batches": 4} | _LONG),
+        longer("qwen2_moe", [["sdp4", "sdp2-ring2/ep4+rc", "dp2-ring2/ep2-sdp2", "dp4"]], _LONG | _FP32),
+        longer("deepseek_v3", [["dp4", "dp2-ring2", "ring4/ep4", "ulysses4"]], _LONG),
     ],
 )
 def test_equals_one_process(family: str, stages: list[list[str]], options: dict[str, Any]) -> None:

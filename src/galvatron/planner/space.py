@@ -147,12 +147,12 @@ def _paths(devices: int, kinds: tuple[Kind, ...]) -> Iterator[tuple[Axis, ...]]:
                 yield tuple(Axis(kind, degree) for kind, degree in zip(order, degrees, strict=True))
 
 
-def context_paths(devices: int, kinds: frozenset[Kind]) -> Iterator[Strategy]:
-    """The paths with Ring or Ulysses for a stage of this many devices, of which there is one for each choice of degrees
-    (rule context-1)."""
+def context_paths(devices: int, kinds: frozenset[Kind], *, any_order: bool = False) -> Iterator[Strategy]:
+    """The paths with Ring or Ulysses for a stage of this many devices: one for each choice of degrees (rule context-1),
+    or one for each of its orders."""
     order = [kind for kind in _CONTEXT_ORDER if kind in kinds]
     for depth in range(1, len(order) + 1):
-        for chosen in combinations(order, depth):
+        for chosen in permutations(order, depth) if any_order else combinations(order, depth):
             if set(CONTEXT_KINDS) & set(chosen):
                 for degrees in _ordered_factors(devices, depth):
                     yield Strategy(tuple(map(Axis, chosen, degrees)))
@@ -252,8 +252,7 @@ class Space:
         candidates = self._dense(devices)
         if not experts:
             return candidates
-        whole = [each for each in candidates if each.context_degree == 1]
-        together = (replace(each, experts=own) for each in whole for own in self.expert_axes(devices))
+        together = (replace(each, experts=own) for each in candidates for own in self.expert_axes(devices))
         return (*candidates, *(each for each in together if not _forbidden(each)))
 
     def expert_axes(self, devices: int) -> tuple[tuple[Axis, ...], ...]:
@@ -287,7 +286,8 @@ class Space:
             paths: tuple[Strategy, ...] = (Strategy((*data, Axis(Kind.TP, tensor))),)
         else:
             paths = tree(devices, [kind for kind in DENSE_KINDS if kind in self.kinds])
-            paths += tuple(context_paths(devices, self.kinds)) if self.has_context else ()
+            if self.has_context:
+                paths += tuple(context_paths(devices, self.kinds, any_order=self.switches.context_orders))
         return tuple(path for path in paths if self._allows(path.axes))
 
     def flags(self, kinds: frozenset[Kind]) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def test_parameters_are_shared_over_context_as_over_data(text: str, sharded: str
         ("ring2+zero3+zero2", "exclude each other"),
         ("sdp2-ring2+zero2", "no sdp axis"),
         ("ring2+sp", "needs a tp axis"),
-        ("dp2-ring2/ep4", "experts have no axes of their own in a layer with ring or ulysses"),
+        ("dp2-ring2/ring2-ep2", "ring and ulysses divide sequences for the whole layer"),
     ],
 )
 def test_what_contradicts_itself_is_refused(text: str, said: str) -> None:

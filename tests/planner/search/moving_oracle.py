@@ -29,6 +29,7 @@ class Divided:
     """Of a sequence, those that each rank of the stage holds, in its order."""
     sequence: tuple[Factor, ...] = field(compare=False)
     """The factors that divide sequences, the first to divide first."""
+    ring: Digits = field(compare=False)
 
     @property
     def parts(self) -> int:
@@ -50,7 +51,7 @@ def divided(strategy: Strategy) -> Divided:
     kinds = [Kind.RING, Kind.ULYSSES, *([Kind.TP] if strategy.sequence_parallel else [])]
     order = tuple(factor for kind in kinds for factor in sorted(strategy.factors(kind), reverse=True))
     held = tuple(_tokens(strategy, rank) for rank in range(strategy.devices)) if order else ()
-    return Divided(strategy.factors(Kind.DP, Kind.SDP), held, order)
+    return Divided(strategy.factors(Kind.DP, Kind.SDP), held, order, strategy.factors(Kind.RING))
 
 
 def _tokens(strategy: Strategy, rank: int) -> tuple[int, ...]:
@@ -136,8 +137,9 @@ def change_s(size: int, count: int, before: Divided, after: Divided, cluster: Cl
 
 @cache
 def _lacking(before: Divided, after: Divided) -> Digits:
-    """The factors over which each rank gathers until it has its tokens, the last to divide first."""
-    if not before.sequence or not after.sequence:
+    """The factors over which each rank gathers until it has its tokens, the last to divide first. From one ring to
+    another, sequences are put together whole."""
+    if not before.sequence or not after.sequence or before.ring != after.ring:
         return frozenset(before.sequence)
     held = [set(tokens) for tokens in before.tokens]
     gathered: list[Factor] = []

@@ -12,7 +12,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from longer import longer
-from search_oracles import brute_search, check_plan, limited, random_problem, stage_costs, stage_of
+from search_oracles import (
+    brute_search,
+    check_plan,
+    limited,
+    random_expert_problem,
+    random_problem,
+    stage_costs,
+    stage_of,
+)
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
 from galvatron.core.spec import GPIPE, Context, Kind, LayerSpec, ModelSpec, Training
@@ -25,8 +33,8 @@ Rng = np.random.Generator
 _KINDS = [{Kind.SDP}, {Kind.SDP, Kind.TP}, {Kind.SDP, Kind.TP}, {Kind.DP, Kind.TP}, {Kind.DP, Kind.SDP}, {Kind.TP}]
 
 
-def _with_context(rng: Rng, problem: Problem) -> Problem:
-    """The same problem with sequences that most layers can divide, and a space that does."""
+def _with_context(rng: Rng, problem: Problem, *, orders: bool = False) -> Problem:
+    """The same problem with sequences that most layers can divide, and a space that does; ``orders``: of axes, each."""
 
     length = int(rng.choice([16, 48, 48, 96, 12]))
 
@@ -70,6 +78,7 @@ def _with_context(rng: Rng, problem: Problem) -> Problem:
         pipeline="none" if rng.random() < 0.5 else "any",
         switches=Switches(
             context_parallel=True,
+            context_orders=orders,
             recompute=flags[0],
             sequence_parallel=flags[1],
             zero2=flags[2] and flags[3],
@@ -84,7 +93,7 @@ def _problems(trials: int) -> list[tuple[int, Problem]]:
     found = []
     for trial in range(trials):
         rng = np.random.default_rng((41, trial))
-        problem = _with_context(rng, random_problem(rng, most_work=120))
+        problem = _with_context(rng, random_problem(rng, most_work=120), orders=trial % 2 == 1)
         devices = problem.cost.cluster.devices
         most = max(
             len(problem.space.strategies(devices // degree)) for degree in problem.space.pipeline_degrees(devices)
@@ -116,6 +125,34 @@ def test_equals_brute_force(trials: int) -> None:
     assert feasible >= trials // 3
     assert mixed >= trials // 16, "layers seldom divide differently, so the comparison proves little"
     assert used >= {"ring", "ulysses", "tp", "both", "zero3"}, used
+
+
+@pytest.mark.parametrize("trials", [20, longer(300)])
+def test_equals_brute_force_beside_experts(trials: int) -> None:
+    """Experts with axes of their own in layers whose sequences are divided."""
+    feasible = together = 0
+    for trial in range(trials):
+        rng = np.random.default_rng((43, trial))
+        problem = _with_context(rng, random_expert_problem(rng, most_work=1200))
+        switches = replace(problem.space.switches, expert_parallel=True)
+        space = replace(problem.space, kinds=problem.space.kinds | {Kind.EP}, switches=switches)
+        problem = replace(problem, space=space)
+        devices = problem.cost.cluster.devices
+        stages = [devices // degree for degree in space.pipeline_degrees(devices)]
+        if max(len(space.strategies(each, experts=True)) for each in stages) > 200:
+            continue
+        problem = limited(rng, problem, least=0.5)
+        expected, optimum = brute_search(problem), search(problem)
+        assert (optimum is None) == (expected is None), trial
+        if optimum is None or expected is None:
+            continue
+        check_plan(problem, optimum)
+        assert Fraction(optimum.batch, optimum.solved.iteration_ns) == Fraction(expected.batch, expected.iteration_ns)
+        feasible += 1
+        chosen = [own for stage in optimum.strategies for own in stage]
+        together += any(own.experts and own.context_degree > 1 for own in chosen)
+    assert feasible >= trials // 8
+    assert together >= trials // 20, "experts beside divided sequences are seldom best, so this proves little"
 
 
 _LONG = replace(

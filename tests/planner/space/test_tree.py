@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations, product
-from math import comb, perm, prod
+from math import comb, factorial, perm, prod
 
 import pytest
 
@@ -247,6 +247,23 @@ def test_context_axes_have_one_order(devices: int) -> None:
     assert {f"ring{devices}+zero3", f"ulysses{devices}+zero2+rc", f"ulysses{devices}+rs"} <= texts
     without = Space(name="full", title="", switches=replace(EXTENDED, hybrid_sharding=True)).strategies(devices)
     assert tuple(each for each in strategies if each.context_degree == 1) == without, "others stay as they were"
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 12, 16])
+def test_context_axes_in_any_order(devices: int) -> None:
+    """Each choice of degrees as often as its axes have orders, and those of the rule among them."""
+    switches = replace(_CONTEXT, context_orders=True)
+    found = [
+        own for own in Space(name="full", title="", switches=switches).strategies(devices) if own.context_degree > 1
+    ]
+    expected = 0
+    for degrees in product(divisors(devices), repeat=5):
+        if prod(degrees) == devices and degrees[2] * degrees[3] > 1 and min(degrees[:2]) == 1:
+            expected += factorial(sum(degree > 1 for degree in degrees))
+    assert len(found) == len(set(found)) == expected
+    assert set(Space(name="full", title="", switches=_CONTEXT).strategies(devices)) & set(found) == {
+        own for own in found if not (CONTEXT_1.forbids and CONTEXT_1.forbids(own))
+    }
 
 
 def test_only_the_full_space_has_context_axes() -> None:

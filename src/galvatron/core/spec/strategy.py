@@ -215,10 +215,10 @@ class Strategy(LayerSwitches):
 
     def _check_experts(self) -> None:
         """Whether each device has a place among the experts, and has the tokens that its part of an expert needs."""
-        if set(CONTEXT_KINDS) & {axis.kind for axis in (*self.axes, *self.experts)}:
+        if set(CONTEXT_KINDS) & {axis.kind for axis in self.experts}:
             raise InvalidInput(
-                f"strategy {str(self)!r}: experts have no axes of their own in a layer with ring or ulysses; leave "
-                "those after the slash out, and the experts follow the rest of the layer"
+                f"strategy {str(self)!r}: ring and ulysses divide sequences for the whole layer; after the slash write "
+                "dp, sdp or ep over the same devices"
             )
         if Kind.EP not in {axis.kind for axis in self.experts}:
             raise InvalidInput(

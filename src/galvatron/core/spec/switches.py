@@ -284,6 +284,18 @@ class Switches(LayerSwitches):
         },
     )
     """Layers may have Ring and Ulysses axes."""
+    context_orders: bool = field(
+        default=False,
+        metadata={
+            "switch": Switch(
+                title="any order of context axes",
+                help="Try Ring and Ulysses axes in every order over the links, not only the usual one; takes longer.",
+                space_needs=frozenset(CONTEXT_KINDS),
+                default=False,
+            )
+        },
+    )
+    """Turns rule context-1 off."""
 
 
 class SwitchChoices(TypedDict, total=False):
@@ -302,6 +314,7 @@ class SwitchChoices(TypedDict, total=False):
     accumulation: bool | None
     expert_parallel: bool | None
     context_parallel: bool | None
+    context_orders: bool | None
 
 
 SWITCHES: tuple[Switch, ...] = tuple(replace(each.metadata["switch"], name=each.name) for each in fields(Switches))

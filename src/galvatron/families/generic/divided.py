@@ -99,6 +99,10 @@ def block_attention(model: nn.Module, anatomy: Anatomy, call: Call) -> SeenAtten
     """The attention of a block, or why none is seen; ``call``: how it is called in a trial (:data:`TRIAL`)."""
     name = type(model.get_submodule(anatomy.name(call.block))).__name__
     block = without_weights(model.get_submodule(anatomy.name(call.block))).to("meta").eval()
+    for module in block.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "grouped_mm"  # a loop over experts needs to know who chose which
     notes: list[SeenAttention] = []
     token = _NOTES.set(notes)
     args, kwargs = to_meta((call.args, call.kwargs))

@@ -5,7 +5,8 @@ T∖T' divide the tokens among them, an all-to-all over EP brings copies of them
 all-gather makes them whole again. Expert parameters are divided by EP and T', and replicated or sharded over the
 experts' own DP and SDP.
 
-All of it depends on the strategy of the layer only through its TP, sequence parallelism and recompute.
+Context axes divide tokens as data axes do. All of it depends on the strategy of the layer only through its TP, sequence
+parallelism, recompute, and whether it has context axes.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Request:
         length = self.model.training.sequence_length
         switches = default_switches(self.cluster, length) if self.switches is None else self.switches
         if not self.model.divisible or not switches.context_parallel:
-            switches = replace(switches, context_parallel=False, zero3=False)
+            switches = replace(switches, context_parallel=False, zero3=False, context_orders=False)
         switches = switches if self.cluster.device.offloads else replace(switches, offload=False)
         return switches if self.model.has_experts else replace(switches, expert_parallel=False)
 

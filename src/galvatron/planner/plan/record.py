@@ -28,7 +28,10 @@ __all__ = [
 
 FORMAT_VERSION = 8
 
-_LATER_SWITCHES = ("selective_recompute", "recompute_but_attention", "offload", "float8", "zero3", "context_parallel")
+_LATER_SWITCHES = (
+    "selective_recompute", "recompute_but_attention", "offload", "float8", "zero3",
+    "context_parallel", "context_orders",
+)  # fmt: skip
 """Left out of files of plans that were searched without them, which stay as they were."""
 
 
@@ -237,14 +240,7 @@ class PlanRecord:
         facts["model"]["training"] = self.model.training.to_dict()
         facts["model"]["kinds"] = tuple(kind.to_dict() for kind in self.model.kinds)
         facts["cluster"]["facts"] = self.cluster.facts.to_dict()
-        for name in (
-            "selective_recompute",
-            "recompute_but_attention",
-            "offload",
-            "float8",
-            "zero3",
-            "context_parallel",
-        ):
+        for name in _LATER_SWITCHES:
             if not facts["space"][name]:
                 del facts["space"][name]
         for name in ("limits", "stages_a_micro_batch"):

@@ -353,6 +353,11 @@ def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
             f"--zero3 shards over the ranks that divide a sequence, which are not searched for samples of {length} "
             "tokens; add --context-parallel, or drop --zero3"
         )
+    if setup.get("context_orders") and not (setup.get("context_parallel") or default.context_parallel):
+        raise InvalidInput(
+            f"--context-orders is about Ring and Ulysses axes, which are not searched for samples of {length} tokens; "
+            "add --context-parallel, or drop --context-orders"
+        )
     if setup.get("recompute") is False:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}

@@ -1,8 +1,8 @@
 """The axes that the experts of a layer may have of their own: which of them are worth pricing.
 
 How the experts of a layer are spread decides nothing but the layer's own time, memory and transient, and their price is
-added to that of the layer. It depends on the strategy of the layer only through TP, sequence parallelism and recompute:
-strategies that agree in these are a *class*, with the same *choices* for their experts.
+added to that of the layer. It depends on the strategy of the layer only through TP, sequence parallelism, recompute and
+whether sequences are divided: strategies that agree in these are a *class*, with the same *choices* for their experts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from galvatron.planner.space import Space
 __all__ = ["Classes", "ExpertChoices"]
 
 Axes = tuple[Axis, ...]
-Class = tuple[Factors, bool, bool]
-"""TP, sequence parallelism and recompute of a strategy."""
+Class = tuple[Factors, bool, bool, bool]
+"""TP, sequence parallelism and recompute of a strategy, and whether it has context axes."""
 _NONE: Factors = frozenset()
 
 
@@ -127,7 +127,7 @@ class ExpertChoices:
 
 
 def _class(strategy: Strategy) -> Class:
-    return strategy.factors(Kind.TP), strategy.sequence_parallel, strategy.recompute
+    return strategy.factors(Kind.TP), strategy.sequence_parallel, strategy.recompute, strategy.context_degree > 1
 
 
 def _tensors(tensor: Factors, sequence_parallel: bool) -> set[Factors]:
