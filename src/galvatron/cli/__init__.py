@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import os
 import sys
 from typing import Annotated
@@ -92,6 +93,8 @@ def _in_plain(error: UnicodeError) -> tuple[str, int]:
 
 def main() -> None:
     """Run a command; an error meant for users is printed without a traceback, with its exit status."""
+    # torchao's, which transformers imports where it is installed: nothing that a user could mend.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     codecs.register_error("plain", _in_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
