@@ -88,15 +88,17 @@ def _dropping(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[s
     model = build(case, plan, folder)
     losses = run(case, model, given).losses
     model.compare_replicas()
+    assert not compiler().failures, "what is not compiled draws other numbers"
     return losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dp2", "tp2"])
 def test_dropout_draws_the_same_again(strategy: str) -> None:
-    """What is recomputed drops the same, and so do TP ranks where they compute the same."""
+    """What is recomputed drops the same, and so do TP ranks where they compute the same. Layers with dropout and TP are
+    not compiled where they keep some results, and then draw other numbers."""
     found = []
-    for recompute in ("", "+rc", "+rs"):
+    for recompute in ("", "+rc") if strategy == "tp2" else ("", "+rc", "+rs"):
         case = _case("gpt2", [strategy, *[f"{strategy}{recompute}"] * 2, strategy], attn_pdrop=0.2, resid_pdrop=0.2)
         found += ranks(2).run(_dropping, case, plan_for(case), first_weights(case), batches(case))
     for losses in found[1:]:
