@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import CodeType
+from typing import Any, cast
 
 import pytest
 
+import galvatron
 from galvatron.processes.heartbeats import Heartbeat, LastSeen, judge, where_am_i
+from galvatron.runtime.collectives import finish
 
 _TIMEOUT_S = 10.0
 _BEAT = Heartbeat(
@@ -133,3 +138,29 @@ def test_a_thread_that_writes_a_checkpoint_works_and_one_that_waits_for_others_t
     thread.join()
     assert waiting is waits
     assert where == "passed_through" if waits else where.startswith("wait (threading.py:")
+
+
+def test_ranks_wait_where_it_shows() -> None:
+    """A rank that waits for another must not be taken for one that works: it would be blamed. So nobody but the files
+    that heartbeats know waits for work of ``torch.distributed``."""
+    runtime = Path(galvatron.__file__).parent / "runtime"
+    waiting = {
+        path.relative_to(runtime).as_posix()
+        for path in runtime.rglob("*.py")
+        if re.search(r"\bwork\.wait\(\)", path.read_text(encoding="utf-8"))
+    }
+    assert waiting == {"collectives.py", "pipeline/transfer.py"}
+
+
+def test_who_waits_for_the_sum_is_told() -> None:
+    seen = []
+
+    class Work:
+        def wait(self) -> None:
+            seen.append(where_am_i())
+
+    def reading_the_loss() -> None:
+        finish([cast("Any", Work())])
+
+    reading_the_loss()
+    assert seen == [("reading_the_loss", True)]

@@ -16,6 +16,8 @@ from types import FrameType
 __all__ = ["Heartbeat", "LastSeen", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
+_WAITS_FOR_OTHERS = "finish"
+"""Of the collectives, a function that says nothing of what is waited for; who calls it does."""
 _SAVING_IN = ("torch/distributed/checkpoint/", "galvatron/train/checkpoints/")
 """Where a rank works, though it was called from torch.distributed; it waits in the collectives inside."""
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")
@@ -141,7 +143,8 @@ def where_am_i() -> tuple[str, bool]:
                 speaks = frame if thread != main else speaks
                 break
             if any(part in each.f_code.co_filename for part in _WAITING_IN):
-                return each.f_code.co_name, True
+                who = each.f_back if each.f_code.co_name == _WAITS_FOR_OTHERS and each.f_back else each
+                return who.f_code.co_name, True
     innermost = next(_outwards(speaks), None)
     if innermost is None:
         return "nothing", False

@@ -5,6 +5,7 @@ Functions return when their result may be used; the classes start a collective a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,11 +27,19 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "finish",
     "group_named",
     "maximum",
     "reduce_scatter",
     "reduce_scatter_into",
 ]
+
+
+def finish(works: Iterable[dist.Work]) -> None:
+    """Wait for all of these. Others wait here too, because a rank in this file is known to wait for others
+    (``processes/heartbeats.py``)."""
+    for work in works:
+        work.wait()
 
 
 class _Started:

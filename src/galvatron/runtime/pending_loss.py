@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
+from galvatron.runtime.collectives import finish
 
 __all__ = ["PendingLoss"]
 
@@ -26,7 +27,7 @@ class PendingLoss:
     def tensor(self) -> Tensor:
         """The value as a tensor on the model's device; computing with it waits on the device, not here."""
         if self._work is not None:
-            self._work.wait()
+            finish([self._work])
             self._work = None
         return self._total
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galvatron.families.layer import LayeredModel
-from galvatron.runtime.collectives import all_gather_object
+from galvatron.runtime.collectives import all_gather_object, finish
 from galvatron.runtime.data_parallel.shards import ParameterShard
 from galvatron.runtime.data_parallel.units import LocalParameter
 
@@ -131,7 +131,6 @@ def _exchange(pieces: Sequence[_Piece], own: Tensor | None, total: Tensor) -> No
             elif other == rank:
                 received.append((piece, total.new_empty(piece.shard.size)))
                 operations.append(dist.P2POp(dist.irecv, received[-1][1], sender))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+    finish(dist.batch_isend_irecv(operations) if operations else ())
     for piece, tensor in received:
         piece.shard.put(tensor, total)

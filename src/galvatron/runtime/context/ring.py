@@ -74,8 +74,7 @@ class _Passing:
     received: list[Tensor]
 
     def result(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
+        collectives.finish(self.works)
         return self.received
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from galvatron.runtime.collectives import finish
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 
 __all__ = ["ReplicatedUnit"]
@@ -106,8 +107,7 @@ class ReplicatedUnit(Unit):
         if self._last:  # some parameter had no part in the loss
             self._start_sum()
         assert self._group is None or self._missing == self._left_out, "a gradient came after its layer's sum"
-        for work in self._sums:
-            work.wait()
+        finish(self._sums)
         self._sums = []
 
 

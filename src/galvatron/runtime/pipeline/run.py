@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from galvatron.core.spec import Action, Pass
 from galvatron.families.layer import Activations
 from galvatron.runtime.batches import LocalBatch
+from galvatron.runtime.collectives import finish
 from galvatron.runtime.pipeline.stage import Stage
 from galvatron.runtime.pipeline.transfer import StageTransfer
 
@@ -235,8 +236,7 @@ class Pipeline:
 
     @staticmethod
     def _wait_for(pending: list[tuple[dist.Work, list[Tensor]]]) -> None:
-        for work, _ in pending:
-            work.wait()
+        finish(work for work, _ in pending)
 
 
 def _loss(outputs: Activations, batch: LocalBatch) -> Tensor:

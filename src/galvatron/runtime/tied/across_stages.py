@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from galvatron.core.spec import Kind, Strategy, degree_of
+from galvatron.runtime.collectives import finish
 from galvatron.runtime.data_parallel.shards import part_of
 from galvatron.runtime.layout.groups import coordinate
 
@@ -81,8 +82,7 @@ class TieExchange:
             )
             for tensor, (peer, _, _) in zip(tensors, messages, strict=True)
         ]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        finish(dist.batch_isend_irecv(operations) if operations else ())
         own = gradient.clone()
         gradient.zero_()
         for copy, pieces in enumerate(self._copies):
