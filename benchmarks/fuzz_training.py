@@ -268,7 +268,10 @@ def _pad(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> N
     pad = {"roberta": 1}.get(_MODELS[case.stock][0], 0)
     batch["input_ids"] = ids = torch.where(ids == pad, pad + 2, ids)  # which some models take for padding
     if case.padding:
-        kept = torch.randint(case.length // 2, case.length + 1, (len(ids), 1), generator=generator)
+        # A window that sees padding alone makes the stock model's own gradients NaN.
+        window = dict(case.switches).get("sliding_window") or case.length
+        least = max(case.length // 2, case.length - window + 1)
+        kept = torch.randint(least, case.length + 1, (len(ids), 1), generator=generator)
         mask = torch.arange(case.length)[None] < kept
         batch["attention_mask"] = mask.long()
         if labels.shape == mask.shape and not case.stock.startswith("T5"):
