@@ -335,6 +335,17 @@ def _outcomes(strategies: int, layers: int) -> int:
     return count
 
 
+def as_brute_force(problem: Problem) -> Optimum | None:
+    """What the search finds, after brute force has found none better and its times and memory are added up."""
+    expected, optimum = brute_search(problem), search(problem)
+    assert (optimum is None) == (expected is None)
+    if optimum is None or expected is None:
+        return None
+    check_plan(problem, optimum)
+    assert Fraction(optimum.batch, optimum.solved.iteration_ns) == Fraction(expected.batch, expected.iteration_ns)
+    return optimum
+
+
 def limited(rng: Rng, problem: Problem, least: float = 0.25) -> Problem:
     """The same with a budget, mostly below what the fastest plan without a limit needs, so that memory decides."""
     optimum = search(problem)

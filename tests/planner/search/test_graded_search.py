@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
 from longer import longer
-from search_oracles import brute_search, check_plan, limited, random_problem, stage_costs, stage_of
+from search_oracles import as_brute_force, limited, random_problem, stage_costs, stage_of
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
 from galvatron.core.spec import GPIPE, Kept, LayerSpec, ModelSpec, Strategy, Training
 from galvatron.planner.cost import GALVATRON, CostModel
-from galvatron.planner.search import Problem, search
+from galvatron.planner.search import Problem
 from galvatron.planner.search.stage import solve_stage
 from galvatron.planner.space import Switches, space_named
 
@@ -60,12 +59,9 @@ def test_equals_brute_force(trials: int) -> None:
     for trial in range(trials):
         rng = np.random.default_rng((31, trial))
         problem = limited(rng, _with_grades(rng, random_problem(rng, most_work=120)))
-        expected, optimum = brute_search(problem), search(problem)
-        assert (optimum is None) == (expected is None), trial
-        if optimum is None or expected is None:
+        optimum = as_brute_force(problem)
+        if optimum is None:
             continue
-        check_plan(problem, optimum)
-        assert Fraction(optimum.batch, optimum.solved.iteration_ns) == Fraction(expected.batch, expected.iteration_ns)
         feasible += 1
         used |= {name for stage in optimum.strategies for own in stage for name in _GRADES if getattr(own, name)}
     assert feasible >= trials // 2
