@@ -17,7 +17,7 @@ __all__ = ["Heartbeat", "LastSeen", "Verdict", "describe", "judge", "this_machin
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
 _WAITS_FOR_OTHERS = "finish"
-"""Of the collectives, a function that says nothing of what is waited for; who calls it does."""
+"""A function of the collectives: its caller is named, which says what is waited for."""
 _SAVING_IN = ("torch/distributed/checkpoint/", "galvatron/train/checkpoints/")
 """Where a rank works, though it was called from torch.distributed; it waits in the collectives inside."""
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")

@@ -36,8 +36,8 @@ __all__ = [
 
 
 def finish(works: Iterable[dist.Work]) -> None:
-    """Wait for all of these. Others wait here too, because a rank in this file is known to wait for others
-    (``processes/heartbeats.py``)."""
+    """Wait for all of these. The runtime waits for other ranks in this file or in ``pipeline/transfer.py`` alone: there
+    ``processes/heartbeats.py`` knows that a rank waits, and does not blame it when a job hangs."""
     for work in works:
         work.wait()
 
