@@ -93,6 +93,14 @@ def test_the_digest_of_a_model_does_not_depend_on_it() -> None:
         ("swin-huge-32", {"context_parallel": True}, "nobody knows how to divide sequences of swin-huge-32's layers"),
         ("t5-large-32", {"context_parallel": True}, "nobody knows how to divide"),
         ("llama3-8b", {"zero3": True}, "add --context-parallel, or drop --zero3"),
+        ("llama3-8b", {"context_orders": True}, "add --context-parallel, or drop --context-orders"),
+        (
+            "llama3-8b",
+            {"sequence_length": _LONG, "context_parallel": False, "context_orders": True},
+            "which are not searched here",
+        ),
+        ("llama3-8b", {"sequence_length": _LONG, "context_parallel": False, "zero3": True}, "not searched here"),
+        ("swin-huge-32", {"context_orders": True}, "not searched here"),
         ("llama3-8b", {"space": "sdp", "context_parallel": True}, "needs both RING and ULYSSES, which space 'sdp'"),
         ("llama3-8b", {"sequence_length": _LONG, "pin": "decoder=ulysses16"}, "is no strategy of space 'full'"),
         ("llama3-8b", {"sequence_length": _LONG, "pin": "decoder=tp2-ring4"}, "is no strategy of space 'full'"),
@@ -164,3 +172,13 @@ def test_explanations_say_what_more_devices_buy(plan: Plan) -> None:
     assert twice.plan.throughput > 1.8 * plan.throughput
     assert twice.longest is not None
     assert twice.longest > 1.5 * found.longest
+
+
+def test_axes_in_another_order_are_a_choice(tmp_path: Path) -> None:
+    """Which the usual space does not hold (see above)."""
+    asked: Any = {"sequence_length": _LONG, "context_orders": True, "batch": 1, "pin": "decoder=tp2-ring4+zero3+rc"}
+    plan = galvatron.plan("llama3.2-1b", "h100-8", **asked)
+    assert {str(layer.strategy) for stage in plan.stages for layer in stage.layers[1:-1]} == {asked["pin"][8:]}
+    assert plan.space.context_orders
+    plan.save(tmp_path / "plan.json")
+    assert galvatron.Plan.load(tmp_path / "plan.json") == plan

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from experts_oracle import case, stock
 from longer import longer
 from ranks import ranks
 
@@ -106,6 +107,14 @@ def test_refused(name: str) -> None:
     found = [layered.why_undivided(index) for index in range(len(layered.layers))]
     assert all(own is not None for own in found[1:-1])
     assert any(word in str(found[1]) for word in reason.split("|")), found[1]
+
+
+def test_experts_that_run_in_a_loop_are_looked_at_without_it() -> None:
+    """A loop over experts needs values, which a trial does not have; the model itself stays as it was."""
+    model = stock(case("qwen3_moe", []))
+    layered = layered_model(model)
+    assert {layered.why_undivided(index) for index in range(len(layered.layers))} == {None}
+    assert model.config._experts_implementation == "eager"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "linear"])

@@ -218,7 +218,7 @@ class Strategy(LayerSwitches):
         if set(CONTEXT_KINDS) & {axis.kind for axis in self.experts}:
             raise InvalidInput(
                 f"strategy {str(self)!r}: ring and ulysses divide sequences for the whole layer; after the slash write "
-                "dp, sdp or ep over the same devices"
+                "ep, with dp, sdp or tp beside it, over the same devices"
             )
         if Kind.EP not in {axis.kind for axis in self.experts}:
             raise InvalidInput(

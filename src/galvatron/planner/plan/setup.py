@@ -346,18 +346,16 @@ def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
             f"--context-parallel: asked for, but nobody knows how to divide sequences of {model.name}'s layers over "
             "devices (known: self-attention over whole sequences); leave it out"
         )
-    if setup.get("context_parallel") is not None:
-        default = replace(default, zero3=bool(setup["context_parallel"]))
-    elif setup.get("zero3") and not default.context_parallel:
-        raise InvalidInput(
-            f"--zero3 shards over the ranks that divide a sequence, which are not searched for samples of {length} "
-            "tokens; add --context-parallel, or drop --zero3"
-        )
-    if setup.get("context_orders") and not (setup.get("context_parallel") or default.context_parallel):
-        raise InvalidInput(
-            f"--context-orders is about Ring and Ulysses axes, which are not searched for samples of {length} tokens; "
-            "add --context-parallel, or drop --context-orders"
-        )
+    asked = setup.get("context_parallel")
+    if asked is not None:
+        default = replace(default, context_parallel=asked, zero3=asked)
+    for name in ("zero3", "context_orders"):
+        if setup.get(name) and not (default.context_parallel and model.divisible):
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInput(
+                f"{option} is for ranks that divide a sequence (Ring, Ulysses), which are not searched here; add "
+                f"--context-parallel, or drop {option}"
+            )
     if setup.get("recompute") is False:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
