@@ -81,6 +81,14 @@ def test_advice_that_ran_out_of_time_says_no_more_than_it_knows(
             assert float(match[1]) == exact or ("at least" in line and float(match[1]) < plan.throughput)
 
 
+def test_advice_goes_with_a_pinned_layer() -> None:
+    """Adapters would rename it: that is no advice then, and no error about the pin."""
+    with pytest.raises(Infeasible) as caught:
+        galvatron.plan("llama3-8b", "h100-8", batch=8, pin="decoder=dp8")
+    assert "does not fit" in str(caught.value)
+    assert not any("adapters" in line for line in caught.value.advice)
+
+
 def test_advice_is_quick_on_eight_devices() -> None:
     started = time.process_time()
     with pytest.raises(Infeasible) as caught:

@@ -132,6 +132,14 @@ class _Change:
     """Whether a plan for it is soon found."""
 
 
+def _change(
+    what: str, option: str, request: Request, *, exact: bool = True, quick: bool = True, **changes: Any
+) -> Iterator[_Change]:
+    """One, or none where it does not go with the request's limits: a pin names a layer that adapters rename."""
+    with suppress(InvalidInput):
+        yield _Change(what, option, replace(request, **changes), exact, quick)
+
+
 def remedies(request: Request) -> tuple[str, ...]:
     """Single changes under which the same budget is enough, each tried and, while that is quick, priced: what changes
     nothing about the training first, then what changes the samples, what is trained, and what is paid for."""
@@ -147,20 +155,20 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
     if request.batch is not None and request.batch > 1:
         smaller = [batch for batch in range(1, request.batch) if request.batch % batch == 0 or batch % 8 == 0]
         yield (
-            _Change(f"a smaller batch, {batch}", f"--batch {batch}", replace(request, batch=batch))
+            change
             for batch in reversed(smaller[-24:])
+            for change in _change(f"a smaller batch, {batch}", f"--batch {batch}", request, batch=batch)
         )
     switches = request.effective_switches
     for switch in SWITCHES:
         if switch.remedy is not None and not getattr(switches, switch.name):
             also = {"zero3": True} if switch.name == "context_parallel" else {}
-            on = replace(request, switches=replace(switches, **{switch.name: True}, **also))
-            yield iter([_Change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", on)])
+            on = replace(switches, **{switch.name: True}, **also)
+            yield _change(f"{switch.title}: {switch.remedy}", f"--{switch.option}", request, switches=on)
     if request.space != "full":
-        yield iter([_Change("the full space of strategies", "--space full", replace(request, space="full"))])
+        yield _change("the full space of strategies", "--space full", request, space="full")
     if request.limits:
-        free = replace(request, limits=None)
-        yield iter([_Change(f"without the limits {request.limits}", "", free)])
+        yield _change(f"without the limits {request.limits}", "", request, limits=None)
     model, training = request.model, request.model.training
     if training.precision is not Precision.BF16 and request.cluster.device.bf16_flops_per_s is not None:
         yield _retrained(request, "bf16", "--precision bf16", precision=Precision.BF16)
@@ -176,12 +184,15 @@ def _changes(request: Request) -> Iterator[Iterator[_Change]]:
             )
         )
     if model.config is not None and not training.tunes:
-        adapted = replace(request, model=with_adapters(model, _RANK), profile=None)
-        yield iter([_Change("low-rank adapters, all else frozen", f"--lora {_RANK}", adapted, exact=False)])
+        what, option = "low-rank adapters, all else frozen", f"--lora {_RANK}"
+        yield _change(what, option, request, exact=False, model=with_adapters(model, _RANK), profile=None)
     yield (
-        _Change(f"more devices, {larger.cluster.devices}", "", larger, quick=factor <= _FEW_TIMES)
+        change
         for factor in (2, 4, 8, 16, 32)
         for larger in [_more_devices(request, factor)]
+        for change in _change(
+            f"more devices, {larger['cluster'].devices}", "", request, quick=factor <= _FEW_TIMES, **larger
+        )
     )
 
 
@@ -192,7 +203,7 @@ def _leaner_states(request: Request) -> Iterator[_Change]:
     for other in OPTIMIZERS:
         if other.name.startswith(now.name) and other.state_bytes < now.state_bytes:
             model = replace(request.model, training=replace(training, optimizer=other.name))
-            yield _Change("smaller optimizer states", f"--optimizer {other.name}", replace(request, model=model))
+            yield from _change("smaller optimizer states", f"--optimizer {other.name}", request, model=model)
 
 
 def with_adapters(model: ModelSpec, rank: int) -> ModelSpec:
@@ -233,9 +244,8 @@ def _retrained(request: Request, what: str, option: str, **changes: Any) -> Iter
     except GalvatronError:
         return
     training = replace(changed.training, optimizer=model.training.optimizer, compile=model.training.compile)
-    yield _Change(
-        what, option, replace(request, model=replace(changed, name=model.name, training=training), profile=None)
-    )
+    changed = replace(changed, name=model.name, training=training)
+    yield from _change(what, option, request, model=changed, profile=None)
 
 
 def _first_fitting(changes: Iterator[_Change]) -> Iterator[_Change]:
@@ -266,8 +276,8 @@ def fits(request: Request) -> bool:
     return batch is not None and feasibility.fits(batch)
 
 
-def _more_devices(request: Request, factor: int) -> Request:
-    """The same request with the outermost level that many times as wide."""
+def _more_devices(request: Request, factor: int) -> dict[str, Any]:
+    """What the request has otherwise with the outermost level that many times as wide."""
     cluster = request.cluster
     if cluster.levels:
         *inner, outer = cluster.levels
@@ -277,4 +287,4 @@ def _more_devices(request: Request, factor: int) -> Request:
         levels = (link,)
     larger = replace(cluster, levels=levels)
     step = default_batch_step(larger.devices) if request.batch is None else None
-    return replace(request, cluster=larger, batch_step=step)
+    return {"cluster": larger, "batch_step": step}
