@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from galvatron.core.spec import Collective, Strategy, Training
 from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure.clusters import profile_cluster
+from galvatron.measure.layer_jobs import probes
 from galvatron.measure.layers import profile_model
+from galvatron.measure.models import load_any_model
 from galvatron.processes.helper import measured
 
 
@@ -147,3 +150,27 @@ def test_under_torchrun_the_number_of_processes_is_torchruns(monkeypatch: pytest
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidInput, match="torchrun started 1 processes"):
         profile_cluster(2)
+
+
+@pytest.mark.slow
+def test_a_long_sample_is_measured_in_part(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that cannot hold two samples; what a whole one keeps is what one measured whole does."""
+    monkeypatch.setattr(probes, "LONG_SEQUENCE", 512)
+    monkeypatch.setattr(probes, "_SHORTEST", 64)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 128,
+    }  # fmt: skip
+    model = load_any_model(config, Training(sequence_length=1024, dropout=False))
+    (decoder,) = (kind for kind in model.kinds if kind.name == "decoder")
+    cluster = load_cluster("cpu-4")
+    large, small = (
+        replace(cluster, device=replace(cluster.device, memory_bytes=size), levels=())
+        for size in (1 << 40, 3 * (decoder.activation_bytes + decoder.transient_bytes))
+    )
+    whole, parts = (profile_model(model, own, rounds=2) for own in (large, small))
+    kept, known = (own.memory_of("decoder", 1, sequence_parallel=False) for own in (parts, whole))
+    assert kept is not None
+    assert known is not None
+    assert kept.activation_bytes == pytest.approx(known.activation_bytes, rel=0.02)
+    assert parts.time_of("decoder") != whole.time_of("decoder")

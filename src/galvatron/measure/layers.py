@@ -16,7 +16,7 @@ from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerTi
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
-from galvatron.measure.figures import NOISY, Line, fit_line, quality_of, reading_of
+from galvatron.measure.figures import NOISY, Line, fit_curve, fit_line, quality_of, reading_of
 from galvatron.measure.layer_jobs.job import LayerJob
 from galvatron.measure.layer_jobs.probes import (
     LayerBytes,
@@ -86,7 +86,7 @@ def profile_model(
         rounds=rounds,
     )
     key = cache.key_of(
-        model=model.digest, config=model.config, degrees=degrees, samples=[probe.samples for probe in job.probes],
+        model=model.digest, config=model.config, degrees=degrees, samples=[probe.size for probe in job.probes],
         devices=job.devices, rounds=rounds,
     )  # fmt: skip
     kept = cache.cached_file("model", key)
@@ -123,15 +123,17 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
     variants = dict.fromkeys(probe.variant for probe in findings.blocks if probe.variant == _plain(probe.variant))
+    attending = {kind.name for kind in model.kinds if kind.context is not None and kind.context.heads}
+    curved = {own.variant for own in findings.blocks if own.part < 1 and own.variant.layer in attending}
     forward, backward = (
         {probe: findings.sustained * reading.seconds for probe, reading in part.items()} for part in parts
     )
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
-        times=tuple(_time(variant, forward, backward) for variant in variants),
+        times=tuple(_time(variant, forward, backward, curved=variant in curved) for variant in variants),
         memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items() if not variant.grade),
         grades=tuple(
-            _grade(variant, weighed, forward, backward)
+            _grade(variant, weighed, forward, backward, curved=variant in curved)
             for variant, weighed in findings.memory.items()
             if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
         ),
@@ -140,12 +142,15 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     )
 
 
-def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
-    measured = [
-        [(probe.samples, seconds) for probe, seconds in part.items() if probe.variant == variant]
+def _time(
+    variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float], *, curved: bool
+) -> LayerTime:
+    (forward_line, forward_least_s), (backward_line, backward_least_s) = (
+        _line_and_least(
+            [(probe.size, seconds) for probe, seconds in part.items() if probe.variant == variant], curved=curved
+        )
         for part in (forward, backward)
-    ]
-    (forward_line, forward_least_s), (backward_line, backward_least_s) = map(_line_and_least, measured)
+    )
     lines = (forward_line, backward_line)
     # A layer that does next to nothing for each sample still has a ratio of its passes.
     slopes = [max(line.slope, line.fixed * 1e-3, _LEAST_S) for line in lines]
@@ -167,9 +172,13 @@ def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[Lay
     )
 
 
-def _line_and_least(points: Sequence[tuple[int, float]]) -> tuple[Line, float]:
+def _line_and_least(points: Sequence[tuple[float, float]], *, curved: bool) -> tuple[Line, float]:
     """Where few samples take what starting their kernels does, however few they are, the line goes through the others
-    and that time is the least; else it goes through all."""
+    and that time is the least; else it goes through all. ``curved``: of parts of one sample, whose attention takes
+    with the square of their tokens, the whole follows."""
+    if curved:
+        fixed, linear, square = fit_curve(points)
+        return Line(fixed, linear + square), 0.0
     least_s = min(seconds for _, seconds in points)
     longer = [(samples, seconds) for samples, seconds in points if seconds > _CLEARLY * least_s]
     if len(longer) > 1:
@@ -210,18 +219,21 @@ def _grade(
     weighed: Sequence[LayerBytes],
     forward: dict[LayerProbe, float],
     backward: dict[LayerProbe, float],
+    *,
+    curved: bool,
 ) -> LayerGrade:
     """What both passes of a layer recomputed in part take more than its passes without: by samples, and besides."""
     pairs = [(probe, replace(probe, variant=_plain(variant))) for probe in forward if probe.variant == variant]
     more = [
         (
-            probe.samples,
+            probe.size,
             max(forward[probe] + backward[probe] - forward[plain] - backward[plain], _TOLD * forward[plain]),
         )
         for probe, plain in pairs
         if plain in forward
     ]
-    whole, _ = _line_and_least([(probe.samples, forward[plain]) for probe, plain in pairs if plain in forward])
+    points = [(probe.size, forward[plain]) for probe, plain in pairs if plain in forward]
+    whole, _ = _line_and_least(points, curved=curved)
     line = fit_line(more)
     return LayerGrade(
         layer=variant.layer,
@@ -242,8 +254,8 @@ def _memory(variant: Variant, weighed: Sequence[LayerBytes]) -> LayerMemory:
     more = many.samples - few.samples
     return LayerMemory(
         layer=variant.layer,
-        activation_bytes=max(many.saved - few.saved, 0) // more,
-        transient_bytes=max(many.transient - few.transient, 0) // more,
+        activation_bytes=int(max(many.saved - few.saved, 0) / more),
+        transient_bytes=int(max(many.transient - few.transient, 0) / more),
         tp=variant.tp,
         sequence_parallel=variant.sequence_parallel,
     )

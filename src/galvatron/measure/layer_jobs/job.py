@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.figures import Block
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant, heaviest
 
 if TYPE_CHECKING:
     from galvatron.processes.peers import Peers
@@ -56,15 +56,14 @@ class LayerJob:
             bench.compile_ahead(self.probes)
             for group in self.groups:
                 done, left = len(self.probes) - left, left - len(group)
-                probes = bench.fitting(sorted(group, key=lambda probe: -probe.samples))
+                probes = bench.fitting(sorted(group, key=lambda probe: -probe.size))
                 blocks |= measure_in_turns(probes, rounds, peers, before=done, after=left)
                 longest = self._heaviest(probes)
                 if longest is not None and peers.device.type == "cuda":
                     sustained = max(sustained, slowdown_when_sustained(probes[longest], blocks[longest], peers))
                 for variant in dict.fromkeys(probe.variant for probe in probes):
                     if variant.plain and peers.rank == 0:
-                        counts = [probe.samples for probe in probes if probe.variant == variant]
-                        memory[variant] = bench.memory(variant, counts)
+                        memory[variant] = bench.memory([probe for probe in probes if probe.variant == variant])
                 peers.meet()
                 del probes
                 bench.clear()
@@ -72,9 +71,6 @@ class LayerJob:
 
     def _heaviest(self, probes: Iterable[LayerProbe]) -> LayerProbe | None:
         """That of the kind of layer that does most of the model's work, if it is among them."""
-        kind = max(
-            self.model.kinds,
-            key=lambda own: own.forward_flops * sum(layer.name == own.name for layer in self.model.layers),
-        )
-        own = [probe for probe in probes if probe.variant.layer == kind.name and probe.variant.whole]
-        return max(own, key=lambda probe: probe.samples, default=None)
+        name = heaviest(self.model).name
+        own = [probe for probe in probes if probe.variant.layer == name and probe.variant.whole]
+        return max(own, key=lambda probe: probe.size, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strat
 from galvatron.measure.figures import Block
 from galvatron.planner.space import LONG_SEQUENCE, divisors
 
-__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "groups_of", "probes_of", "variants_of"]
+__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "groups_of", "heaviest", "probes_of", "variants_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +65,28 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProbe:
-    """So many samples through a layer, forward and backward."""
+    """So many samples through a layer, forward and backward, or the first part of one."""
 
     variant: Variant
     samples: int
+    part: float = 1.0
+    """Of a sample's tokens."""
+
+    @property
+    def size(self) -> float:
+        """In whole samples."""
+        return self.samples * self.part
+
+    def tokens(self, whole: int | None) -> int | None:
+        """Of each of its samples, where a whole one has so many."""
+        return whole if whole is None else round(whole * self.part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
     """Memory of a layer for so many samples."""
 
-    samples: int
+    samples: float
     saved: int
     """More after forward than before."""
     transient: int
@@ -93,13 +105,24 @@ class LayerFindings:
 
 
 _MOST = 8
-"""Samples of a layer that is not split."""
+"""Samples of a layer that is not split, where these keep a device busy."""
+_MOST_EVER = 64
+"""… and where they do not."""
+_BUSY_S = 2e-3
+"""Of one forward and backward at the device's peak rate: less work waits for kernels to start, and has its operands in
+caches which a real batch does not fit."""
 _LONGEST_S = 2.0
 """Of one forward and backward."""
 _MEMORY_SHARE = 0.25
 """Of a device's memory, for what samples take in a layer."""
 _LONG_SHARE = 0.5
 """Of a device's memory, for two long samples: more would not leave room for what else there is."""
+_PARTS = 4
+"""Lengths of samples of which no two fit."""
+_FEWEST = 3
+"""… at least: attention takes with the square of tokens, all else with their number, and some time is fixed."""
+_SHORTEST = 256
+"""Tokens of the shortest of them."""
 _WEIGHTS_SHARE = 0.4
 """Of a device's memory, for the parameters of layers that are measured in turns."""
 _BYTES_OF_A_PARAMETER = 16
@@ -152,14 +175,18 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     """Each way with one sample and with more, as far as time and memory go.
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
-    more of a batch, too. Long samples of which a device cannot hold two are not measured: such layers are counted.
+    more of a batch, too. Long samples of which a device cannot hold two are measured in part, where a layer's sequence
+    can be divided at all; other layers are counted.
     """
     kinds = {kind.name: kind for kind in model.kinds}
-    probes = []
+    busy = _busy(model, cluster)
+    probes: list[LayerProbe] = []
     for variant in variants:
-        if _too_long(kinds[variant.layer], variant, model, cluster):
+        room = _Room(kinds[variant.layer], variant, model, cluster)
+        if room.too_long():
+            probes += [LayerProbe(variant=variant, samples=1, part=part) for part in room.parts()]
             continue
-        most = _most(kinds[variant.layer], variant, model, cluster)
+        most = room.most(busy)
         counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
         probes += [LayerProbe(variant=variant, samples=count) for count in counts]
     return tuple(probes)
@@ -183,22 +210,65 @@ def groups_of(probes: Sequence[LayerProbe], model: ModelSpec, cluster: Cluster) 
     return tuple(map(tuple, groups))
 
 
-def _too_long(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> bool:
-    """Whether two samples, which a line needs, take more than a device can be expected to have."""
-    if (model.training.sequence_length or 0) < LONG_SEQUENCE:
-        return False
-    logits = kind.fused_loss.saved_bytes if variant.fused_loss and kind.fused_loss else 0
-    saved = kind.split_activation_bytes - logits + max(kind.transient_bytes - 2 * logits, 0)
-    parts = variant.tp if kind.tensor_parallel is not None else 1
-    two = 2 * (saved / parts + kind.replicated_activation_bytes + kind.boundary_bytes)
-    return two > _LONG_SHARE * cluster.device.memory_bytes
+def heaviest(model: ModelSpec) -> LayerSpec:
+    """The kind of layer that does most of the model's work."""
+    return max(model.kinds, key=lambda own: own.forward_flops * sum(layer.name == own.name for layer in model.layers))
 
 
-def _most(kind: LayerSpec, variant: Variant, model: ModelSpec, cluster: Cluster) -> int:
-    """At least two, so that there is a line."""
-    parts = variant.tp if kind.tensor_parallel is not None else 1
-    one_s = 3 * kind.forward_flops / parts / cluster.device.flops_per_s(model.training.precision)
-    divided = kind.split_activation_bytes + kind.transient_bytes
-    one_bytes = divided / parts + kind.replicated_activation_bytes + kind.boundary_bytes
-    room = _MEMORY_SHARE * cluster.device.memory_bytes
-    return max(2, int(min(_MOST * variant.tp, _LONGEST_S / max(one_s, 1e-9), room / max(one_bytes, 1))))
+def _busy(model: ModelSpec, cluster: Cluster) -> int:
+    """Samples that keep a device busy in most of the model: a power of two, at least as many as usual."""
+    one_s = 3 * heaviest(model).forward_flops / cluster.device.flops_per_s(model.training.precision)
+    return int(max(_MOST, 2 ** math.ceil(math.log2(max(_BUSY_S / max(one_s, _BUSY_S / _MOST_EVER), 1)))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a device has time and memory for, of one kind of layer, split in one way."""
+
+    kind: LayerSpec
+    variant: Variant
+    model: ModelSpec
+    cluster: Cluster
+
+    @property
+    def _divisor(self) -> int:
+        return self.variant.tp if self.kind.tensor_parallel is not None else 1
+
+    def too_long(self) -> bool:
+        """Whether two samples, which a line needs, take more than a device can be expected to have."""
+        if (self.model.training.sequence_length or 0) < LONG_SEQUENCE:
+            return False
+        return 2 * self._long_bytes() > _LONG_SHARE * self.cluster.device.memory_bytes
+
+    def parts(self) -> list[float]:
+        """Of a long sample's tokens, longest last: as many as a device has time and memory for, and less."""
+        context, whole = self.kind.context, self.model.training.sequence_length or 0
+        if context is None:
+            return []
+        room = _MEMORY_SHARE * self.cluster.device.memory_bytes
+        largest = min(room / max(self._long_bytes(), 1), _LONGEST_S / self._one_s())
+        halves = (0.5**power for power in range(1, 64))
+        fitting = [
+            part
+            for part in halves
+            if part <= largest and (tokens := whole * part) >= _SHORTEST and tokens % self.variant.tp == 0
+        ]
+        return sorted(fitting[:_PARTS]) if len(fitting) >= _FEWEST else []
+
+    def most(self, busy: int) -> int:
+        """At least two, so that there is a line."""
+        divided = self.kind.split_activation_bytes + self.kind.transient_bytes
+        one_bytes = divided / self._divisor + self.kind.replicated_activation_bytes + self.kind.boundary_bytes
+        room = _MEMORY_SHARE * self.cluster.device.memory_bytes
+        return max(2, int(min(busy * self.variant.tp, _LONGEST_S / self._one_s(), room / max(one_bytes, 1))))
+
+    def _one_s(self) -> float:
+        rate = self.cluster.device.flops_per_s(self.model.training.precision)
+        return max(3 * self.kind.forward_flops / self._divisor / rate, 1e-9)
+
+    def _long_bytes(self) -> float:
+        """Of one sample; in chunks, logits do not count."""
+        kind = self.kind
+        logits = kind.fused_loss.saved_bytes if self.variant.fused_loss and kind.fused_loss else 0
+        saved = kind.split_activation_bytes - logits + max(kind.transient_bytes - 2 * logits, 0)
+        return saved / self._divisor + kind.replicated_activation_bytes + kind.boundary_bytes

@@ -71,8 +71,8 @@ class Bench:
         stock = build_meta(self._model.config, self._model.training, as_named=generic)
         return layered_model(stock, example_of(stock, self._model.training), generic=generic)
 
-    def probe(self, variant: Variant, samples: int) -> Probe:
-        run = self._run(variant, samples)
+    def probe(self, asked: LayerProbe) -> Probe:
+        run = self._run(asked)
         clock = self._peers.compute_clock
         return Probe(lambda calls: seconds_of_calls(calls, run, self._peers.device, clock)[1::2])
 
@@ -82,7 +82,7 @@ class Bench:
         for probe in probes:
             own, fits = None, True
             try:
-                own = self.probe(probe.variant, probe.samples)
+                own = self.probe(probe)
                 own.run(1)
             except torch.OutOfMemoryError:
                 own, fits = None, False
@@ -93,13 +93,12 @@ class Bench:
             del own
             self._drop(probe.variant)  # what it has begun is of no use; others build on what was left
             found = {
-                other: self.probe(other.variant, other.samples) if other.variant == probe.variant else run
-                for other, run in found.items()
+                other: self.probe(other) if other.variant == probe.variant else run for other, run in found.items()
             }
             if self._peers.rank == 0:
                 _LOG.warning(
-                    "layer %r under %s is not measured with %d samples: the device has too little memory for them",
-                    probe.variant.layer, probe.variant.strategy, probe.samples,
+                    "layer %r under %s is not measured with %g samples: the device has too little memory for them",
+                    probe.variant.layer, probe.variant.strategy, probe.size,
                 )  # fmt: skip
         counts = Counter(probe.variant for probe in found)
         return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
@@ -113,10 +112,10 @@ class Bench:
         peers.report(0, 1, "compiling layers")
         variants = list(dict.fromkeys(probe.variant for probe in probes))
         for variant in variants[peers.rank % peers.local_world :: peers.local_world]:
-            counts = [probe.samples for probe in probes if probe.variant == variant]
-            for samples in sorted(counts, reverse=True):
+            own = [probe for probe in probes if probe.variant == variant]
+            for probe in sorted(own, key=lambda one: -one.size):
                 with suppress(torch.OutOfMemoryError):  # of it more is said when it is measured
-                    self.probe(variant, samples).run(1)
+                    self.probe(probe).run(1)
             self.clear()
         peers.meet()
 
@@ -132,12 +131,12 @@ class Bench:
         if self._peers.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def memory(self, variant: Variant, samples: Sequence[int]) -> list[LayerBytes]:
-        """For the smallest and the largest number of samples: what is between them is what the samples take."""
-        return [self._weigh(variant, count) for count in (min(samples), max(samples))]
+    def memory(self, probes: Sequence[LayerProbe]) -> list[LayerBytes]:
+        """Of one variant, for the fewest and the most samples: what is between them is what the samples take."""
+        return [self._weigh(pick(probes, key=lambda one: one.size)) for pick in (min, max)]
 
-    def _weigh(self, variant: Variant, samples: int) -> LayerBytes:
-        run = _Run(self, variant, samples)
+    def _weigh(self, probe: LayerProbe) -> LayerBytes:
+        run = _Run(self, probe)
         run.forward()
         run.backward()  # so that gradients have their place
         meter = meter_for(self._peers.device)
@@ -149,10 +148,10 @@ class Bench:
         before, after = meter.phases["forward"], meter.phases["backward"]
         # A layer keeps its input, which is older than the meter here; its output is the next one's.
         saved = after.start - before.start + run.input_bytes - run.output_bytes
-        return LayerBytes(samples=samples, saved=saved, transient=after.peak - after.start)
+        return LayerBytes(samples=probe.size, saved=saved, transient=after.peak - after.start)
 
-    def _run(self, variant: Variant, samples: int) -> Callable[[Callable[[], None]], None]:
-        run = _Run(self, variant, samples)
+    def _run(self, probe: LayerProbe) -> Callable[[Callable[[], None]], None]:
+        run = _Run(self, probe)
 
         def parts(mark: Callable[[], None]) -> None:
             for work in (run.forward, run.backward):
@@ -191,11 +190,12 @@ class Bench:
             ranks=tuple(range(variant.ranks)), first=variant.index, strategies=(Strategy.parse(variant.strategy),)
         )
 
-    def inputs(self, variant: Variant, samples: int) -> tuple[Activations, MicroBatch, int]:
+    def inputs(self, probe: LayerProbe) -> tuple[Activations, MicroBatch, int]:
         """Random activations, the micro-batch they belong to, and how many targets that has."""
         generator = torch.Generator().manual_seed(0)
+        variant, samples = probe.variant, probe.samples
         rows = samples * (variant.ranks // variant.tp)
-        batch = self._layered.example(rows, self._model.training.sequence_length, generator)
+        batch = self._layered.example(rows, probe.tokens(self._model.training.sequence_length), generator)
         needs = [self._layered.layers[variant.index].inputs]
         portions = Portions(self._stage(variant).strategies, rows)
         reader = Reader(self._layered, needs, portions, 0, micro_batches=1, settings=self._settings)
@@ -227,9 +227,10 @@ class Bench:
 class _Run:
     """One layer with the samples it is given again and again."""
 
-    def __init__(self, bench: Bench, variant: Variant, samples: int) -> None:
+    def __init__(self, bench: Bench, probe: LayerProbe) -> None:
+        variant = probe.variant
         self._assembly, self._tf32 = bench.assembly(variant), bench.tf32
-        self._inputs, self._micro_batch, self._targets = bench.inputs(variant, samples)
+        self._inputs, self._micro_batch, self._targets = bench.inputs(probe)
         self._first, self._last = variant.index == 0, bench.is_last(variant)
         self._outputs: Activations = ()
         self.input_bytes = _bytes(self._inputs)
