@@ -73,10 +73,10 @@ def test_a_fast_device_gets_enough_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "whole", "fused"), [(8192, {"embedding", "decoder", "head"}, 2), (65536, {"embedding", "decoder"}, 2)]
+    ("tokens", "whole", "fused"), [(8192, {"embedding", "decoder", "head"}, 2), (65536, {"embedding"}, 2)]
 )
 def test_long_samples_that_do_not_fit_are_measured_in_part(tokens: int, whole: set[str], fused: int) -> None:
-    """Of 65,536 tokens the logits alone take 34 GB; fused, two samples of the head can still be measured."""
+    """Of 65,536 tokens the logits alone take 34 GB. What is not in part takes a quarter of a device at most."""
     model = load_model("llama3-8b", Training(sequence_length=tokens, precision=Precision.BF16))
     cluster = load_cluster("h100-8")
     probes = _probes(model, cluster)
@@ -92,7 +92,7 @@ def test_long_samples_that_do_not_fit_are_measured_in_part(tokens: int, whole: s
             assert (probe.tokens(tokens) or 0) % variant.tp == 0
         if not variant.fused_loss:
             saved = kind.split_activation_bytes / variant.tp + kind.replicated_activation_bytes
-            assert probe.size * saved <= cluster.device.memory_bytes / 2
+            assert probe.size * saved <= cluster.device.memory_bytes / 4
 
 
 def test_parts_of_a_sample_are_a_quarter_of_a_device_at_most() -> None:

@@ -84,6 +84,7 @@ def profile_model(
         groups=groups_of(probes, model, cluster),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
+        tensor_bytes=max(cluster.device.memory_bytes - cluster.reserved_bytes, 1),
     )
     key = cache.key_of(
         model=model.digest, config=model.config, degrees=degrees, samples=[probe.size for probe in job.probes],

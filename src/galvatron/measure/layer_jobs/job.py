@@ -27,6 +27,8 @@ class LayerJob:
     """Processes that measure at once: as many as will share the cores."""
     rounds: int
     block_s: float = 0.03
+    tensor_bytes: int | None = None
+    """Of a device's memory; None: all that there is. Virtual devices share one, and must not take each other's."""
 
     @property
     def probes(self) -> tuple[LayerProbe, ...]:
@@ -44,7 +46,10 @@ class LayerJob:
         from galvatron.measure.layer_jobs.runs import Bench
         from galvatron.measure.rehearsal.alone import alone_as
         from galvatron.measure.timing import Rounds, measure_in_turns, slowdown_when_sustained
+        from galvatron.processes.world import cap_memory
 
+        if self.tensor_bytes is not None:
+            cap_memory(peers.device, self.tensor_bytes)
         rounds = Rounds(count=self.rounds, block_s=self.block_s)
         blocks: dict[LayerProbe, list[Block]] = {}
         memory: dict[Variant, list[LayerBytes]] = {}

@@ -116,7 +116,8 @@ _LONGEST_S = 2.0
 _MEMORY_SHARE = 0.25
 """Of a device's memory, for what samples take in a layer."""
 _LONG_SHARE = 0.5
-"""Of a device's memory, for two long samples: more would not leave room for what else there is."""
+"""Of a device's memory, for two long samples that cannot be divided: more would not leave room for what else there
+is."""
 _PARTS = 4
 """Lengths of samples of which no two fit."""
 _FEWEST = 3
@@ -238,7 +239,8 @@ class _Room:
         """Whether two samples, which a line needs, take more than a device can be expected to have."""
         if (self.model.training.sequence_length or 0) < LONG_SEQUENCE:
             return False
-        return 2 * self._long_bytes() > _LONG_SHARE * self.cluster.device.memory_bytes
+        share = _LONG_SHARE if self.kind.context is None else _MEMORY_SHARE
+        return 2 * self._long_bytes() > share * self.cluster.device.memory_bytes
 
     def parts(self) -> list[float]:
         """Of a long sample's tokens, longest last: as many as a device has time and memory for, and less."""
