@@ -118,6 +118,8 @@ _MEMORY_SHARE = 0.25
 _LONG_SHARE = 0.5
 """Of a device's memory, for two long samples that cannot be divided: more would not leave room for what else there
 is."""
+_ENDS = 2
+"""What a layer gives to the next one, and its gradient."""
 _PARTS = 4
 """Lengths of samples of which no two fit."""
 _FEWEST = 3
@@ -260,7 +262,7 @@ class _Room:
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""
         divided = self.kind.split_activation_bytes + self.kind.transient_bytes
-        one_bytes = divided / self._divisor + self.kind.replicated_activation_bytes + self.kind.boundary_bytes
+        one_bytes = divided / self._divisor + self.kind.replicated_activation_bytes + _ENDS * self.kind.boundary_bytes
         room = _MEMORY_SHARE * self.cluster.device.memory_bytes
         return max(2, int(min(busy * self.variant.tp, _LONGEST_S / self._one_s(), room / max(one_bytes, 1))))
 
@@ -273,4 +275,4 @@ class _Room:
         kind = self.kind
         logits = kind.fused_loss.saved_bytes if self.variant.fused_loss and kind.fused_loss else 0
         saved = kind.split_activation_bytes - logits + max(kind.transient_bytes - 2 * logits, 0)
-        return saved / self._divisor + kind.replicated_activation_bytes + kind.boundary_bytes
+        return saved / self._divisor + kind.replicated_activation_bytes + _ENDS * kind.boundary_bytes

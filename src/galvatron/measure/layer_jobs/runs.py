@@ -77,7 +77,9 @@ class Bench:
         return Probe(lambda calls: seconds_of_calls(calls, run, self._peers.device, clock)[1::2])
 
     def fitting(self, probes: Sequence[LayerProbe]) -> dict[LayerProbe, Probe]:
-        """Those of the probes that every rank has memory for, each run once; most samples first."""
+        """Those of the probes that every rank has memory for beside all others' layers, each run once; most samples
+        first."""
+        self._hold_all(probes)
         found: dict[LayerProbe, Probe] = {}
         for probe in probes:
             own, fits = None, True
@@ -102,6 +104,16 @@ class Bench:
                 )  # fmt: skip
         counts = Counter(probe.variant for probe in found)
         return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
+
+    def _hold_all(self, probes: Sequence[LayerProbe]) -> None:
+        """Have the weights and gradients of all layers: a probe must still fit when the last one has come."""
+        for variant in dict.fromkeys(probe.variant for probe in probes):
+            fewest = min((probe for probe in probes if probe.variant == variant), key=lambda one: one.size)
+            try:
+                self.probe(fewest).run(1)
+            except torch.OutOfMemoryError:
+                self._drop(variant)
+        self._kept.clear()  # most samples come first from here on
 
     def compile_ahead(self, probes: Sequence[LayerProbe]) -> None:
         """Each rank runs some of the layers once: so they are compiled at the same time, and all ranks then find them
