@@ -39,6 +39,8 @@ __all__ = ["RankError", "Ranks", "ranks"]
 torch.set_num_threads(1)
 
 _LIMIT_S = 180
+_LIFE = 40
+"""Runs of one set of processes: PyTorch's caches of DTensors keep groups, and with each of them three threads."""
 _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 _MODULES = (
     "galvatron.runtime.parallelize",
@@ -64,11 +66,15 @@ class Ranks:
         self.world = world
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._runs = 0
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on each rank. After a failure the ranks are out of step, so new ones will be started."""
+        if self._runs == _LIFE:
+            self.stop()
         if not self._processes:
             self._start()
+        self._runs += 1
         job = _packed((function, args))
         for pipe in self._pipes:
             pipe.send_bytes(job)
@@ -106,7 +112,7 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._runs = [], [], 0
 
     def _start(self) -> None:
         for name in _MODULES:
