@@ -11,7 +11,7 @@ import torch
 
 from galvatron.core.spec import Cluster, ModelSpec, Precision, Training
 from galvatron.families import load_cluster, load_model
-from galvatron.measure.layer_jobs.probes import LayerProbe, probes_of, variants_of
+from galvatron.measure.layer_jobs.probes import LayerProbe, Variant, probes_of, variants_of
 from galvatron.measure.layer_jobs.runs import Bench
 from galvatron.measure.timing import Probe
 from galvatron.planner.space import divisors
@@ -134,3 +134,27 @@ def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
     for variant in {own.variant for own in probes}:
         counts = [own.samples for own in ran if own.variant == variant]
         assert counts == sorted(counts, reverse=True)
+
+
+def test_what_fits_alone_must_fit_beside_the_others() -> None:
+    """Eight samples of one layer find room only while no other layer has its weights there."""
+    first, second = (
+        Variant(layer=name, index=number, tp=1, sequence_parallel=False) for number, name in enumerate(("a", "b"))
+    )
+    probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in (first, second)]
+    bench = object.__new__(Bench)
+    bench._peers = SimpleNamespace(gather=lambda own: [own], rank=1, device=torch.device("cpu"))  # type: ignore[assignment]
+    bench._assemblies, bench._kept = {}, {}
+
+    def probe(asked: LayerProbe) -> Probe:
+        bench._assemblies[asked.variant] = SimpleNamespace()  # type: ignore[assignment]
+
+        def run(calls: int) -> tuple[float, ...]:
+            if asked == probes[0] and len(bench._assemblies) > 1:
+                raise torch.OutOfMemoryError
+            return (0.0,)
+
+        return Probe(run)
+
+    bench.probe = probe  # type: ignore[method-assign]
+    assert set(bench.fitting(probes)) == set(probes[1:])

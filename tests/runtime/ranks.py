@@ -39,7 +39,7 @@ __all__ = ["RankError", "Ranks", "ranks"]
 torch.set_num_threads(1)
 
 _LIMIT_S = 180
-_LIFE = 40
+_LIFE = 10
 """Runs of one set of processes: PyTorch's caches of DTensors keep groups, and with each of them three threads."""
 _FAMILIES = ("bert", "gpt2", "llama", "swin", "t5", "vit")
 _MODULES = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import logging
 import os
 import sys
 from typing import Annotated
@@ -34,6 +33,7 @@ from galvatron.cli import (
     train,
 )
 from galvatron.core.errors import GalvatronError, InvalidInput
+from galvatron.processes.environment import quiet
 
 __all__ = ["app", "main"]
 
@@ -93,8 +93,7 @@ def _in_plain(error: UnicodeError) -> tuple[str, int]:
 
 def main() -> None:
     """Run a command; an error meant for users is printed without a traceback, with its exit status."""
-    # torchao's, which transformers imports where it is installed: nothing that a user could mend.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    quiet()
     codecs.register_error("plain", _in_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -6,10 +6,12 @@ import pickle
 import sys
 from pathlib import Path
 
+from galvatron.processes.environment import quiet
 from galvatron.processes.ranks import run_all
 
 
 def main() -> None:
+    quiet()
     run_all(pickle.load(sys.stdin.buffer), Path(sys.argv[1]))
 
 

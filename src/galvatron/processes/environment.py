@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Mapping
 
-__all__ = ["defaults_if_unset", "settle"]
+__all__ = ["defaults_if_unset", "quiet", "settle"]
 
 _KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 """Torch's allocator on ARM processors gives freed memory back to the system after some milliseconds, and the next
@@ -16,6 +17,11 @@ iteration gets it anew, page by page: a tenth slower."""
 def defaults_if_unset(**more: str) -> Mapping[str, str]:
     """The settings for ranks, and these besides, that the user has not made."""
     return {name: value for name, value in (_KEEP_MEMORY | more).items() if name not in os.environ}
+
+
+def quiet() -> None:
+    """Let libraries not say what no user could mend: torchao, which transformers imports where it is installed."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def settle() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from galvatron.train.worker import train_rank
+from galvatron.processes.environment import quiet
+
+
+def main() -> None:
+    quiet()  # before anything is imported that has something to say
+    from galvatron.train.worker import train_rank
+
+    train_rank(Path(sys.argv[1]))
+
 
 if __name__ == "__main__":
-    train_rank(Path(sys.argv[1]))
+    main()
