@@ -13,19 +13,27 @@ from galvatron.core.spec import Strategy
 _SEEDS = range(40)
 _SHORT = (1, 7, 10, 13, 14, 18, 20)
 """Cheap ones; the longer run has all."""
+_PAIRS = (1, 2, 3, 4, 5, 6, 9, 11, 12, 14, 15, 18, 21, 22, 23, 24, 26, 28, 29, 31, 32, 33, 37, 39, 41, 42, 45, 46, 47,
+          49, 55, 57, 58)  # fmt: skip
+"""Cheap ones on two ranks at most, all 13 models among them."""
 
 
 def _run(world: int, *args: Any) -> list[Any]:
     return ranks(world).run(*args)
 
 
-def _equal(seeds: tuple[int, ...]) -> None:
-    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in fuzz(seeds, _run, 4) if own.kind != "equal"]
+def _equal(seeds: tuple[int, ...], most: int = 4) -> None:
+    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in fuzz(seeds, _run, most) if own.kind != "equal"]
     assert not wrong, "\n".join(wrong)
 
 
 def test_some_cases() -> None:
     _equal(_SHORT)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_cases_on_two_ranks(part: int) -> None:
+    _equal(_PAIRS[part::3], most=2)
 
 
 @pytest.mark.slow

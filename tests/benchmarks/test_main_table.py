@@ -110,19 +110,20 @@ def test_out_of_memory(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 def test_goes_on_where_it_stopped(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    cells = ["--models", "bert-huge-32", "--budgets", "10MB", "--systems", "sdp,3d"]
-    append(results, replace(_run("oom", 16), model="bert-huge-32", budget="10MB", system="sdp"))
+    cells = ["--models", "bert-huge-32", "--budgets", "11MB", "--systems", "sdp,3d"]
+    append(results, replace(_run("oom", 16), model="bert-huge-32", budget="11MB", system="sdp"))
     runs = _table(fork_server, monkeypatch, results, *cells)
     assert [(run.system, run.batch, run.status, run.program) for run in runs[1:]] == [
         ("sdp", 8, "ok", "stock"),
-        ("3d", 16, "ok", "galvatron"),
+        ("3d", 16, "oom", "galvatron"),  # masks of dropout are wider on CPUs than on the GPUs that the planner counts
+        ("3d", 8, "ok", "galvatron"),
     ]
-    for run in runs[1:]:
+    assert runs[3].predicted_without_slowdown_s == runs[3].predicted_s  # TP and PP: nothing overlaps
+    for run in (runs[1], runs[3]):
         assert len(run.iterations_s) == 3
         assert len(run.peak_bytes) == 4
-        assert 1_000_000 < max(run.peak_bytes) <= 10_000_000
+        assert 1_000_000 < max(run.peak_bytes) <= 11_000_000
     assert runs[1].predicted_without_slowdown_s < runs[1].predicted_s
-    assert runs[2].predicted_without_slowdown_s == runs[2].predicted_s  # TP and PP on four devices: nothing overlaps
     written = json.loads(results.read_text().splitlines()[1])
     assert written["samples_per_s"] == pytest.approx(8 / sorted(written["iterations_s"])[1], rel=1e-3)
     content = results.read_text()
