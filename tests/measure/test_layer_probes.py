@@ -68,6 +68,8 @@ def test_a_fast_device_gets_enough_to_do() -> None:
     training = Training(sequence_length=512, precision=Precision.BF16)
     probes = _probes(load_model("bert-huge-32", training), load_cluster("h200-8"))
     assert _counts(probes, "encoder", 1) == [1, 4, 8, 16, 32]
+    tiny = load_model("bert-tiny", Training(sequence_length=32))
+    assert _counts(_probes(tiny, load_cluster("cpu-4")), "encoder", 1) == [1, 2, 4, 8]
     long = replace(training, sequence_length=4096)
     assert max(_counts(_probes(load_model("llama3-8b", long), load_cluster("h200-8")), "decoder", 1)) == 8
 

@@ -111,6 +111,8 @@ _MOST_EVER = 64
 _BUSY_S = 2e-3
 """Of one forward and backward at the device's peak rate: less work waits for kernels to start, and has its operands in
 caches which a real batch does not fit."""
+_FAST = 1e13
+"""Operations a second from which on that is so: a GPU's, not a CPU's."""
 _LONGEST_S = 2.0
 """Of one forward and backward."""
 _MEMORY_SHARE = 0.25
@@ -220,7 +222,10 @@ def heaviest(model: ModelSpec) -> LayerSpec:
 
 def _busy(model: ModelSpec, cluster: Cluster) -> int:
     """Samples that keep a device busy in most of the model: a power of two, at least as many as usual."""
-    one_s = 3 * heaviest(model).forward_flops / cluster.device.flops_per_s(model.training.precision)
+    rate = cluster.device.flops_per_s(model.training.precision)
+    if rate < _FAST:
+        return _MOST
+    one_s = 3 * heaviest(model).forward_flops / rate
     return int(max(_MOST, 2 ** math.ceil(math.log2(max(_BUSY_S / max(one_s, _BUSY_S / _MOST_EVER), 1)))))
 
 
