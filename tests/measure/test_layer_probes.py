@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -138,12 +139,8 @@ def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
         assert counts == sorted(counts, reverse=True)
 
 
-def test_what_fits_alone_must_fit_beside_the_others() -> None:
-    """Eight samples of one layer find room only while no other layer has its weights there."""
-    first, second = (
-        Variant(layer=name, index=number, tp=1, sequence_parallel=False) for number, name in enumerate(("a", "b"))
-    )
-    probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in (first, second)]
+def _bench(lacks: Callable[[LayerProbe, int], bool]) -> Bench:
+    """One whose device has too little memory for some probes, beside so many layers."""
     bench = object.__new__(Bench)
     bench._peers = SimpleNamespace(gather=lambda own: [own], rank=1, device=torch.device("cpu"))  # type: ignore[assignment]
     bench._assemblies, bench._kept = {}, {}
@@ -152,11 +149,28 @@ def test_what_fits_alone_must_fit_beside_the_others() -> None:
         bench._assemblies[asked.variant] = SimpleNamespace()  # type: ignore[assignment]
 
         def run(calls: int) -> tuple[float, ...]:
-            if asked == probes[0] and len(bench._assemblies) > 1:
+            if lacks(asked, len(bench._assemblies)):
                 raise torch.OutOfMemoryError
             return (0.0,)
 
         return Probe(run)
 
     bench.probe = probe  # type: ignore[method-assign]
+    return bench
+
+
+_VARIANTS = [Variant(layer=name, index=number, tp=1, sequence_parallel=False) for number, name in enumerate("ab")]
+
+
+def test_what_fits_alone_must_fit_beside_the_others() -> None:
+    """Eight samples of one layer find room only while no other layer has its weights there."""
+    probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in _VARIANTS]
+    bench = _bench(lambda asked, layers: asked == probes[0] and layers > 1)
     assert set(bench.fitting(probes)) == set(probes[1:])
+
+
+@pytest.mark.parametrize(("lost", "left"), [(0, 4), (1, 3), (2, 0)])
+def test_a_whole_sample_does_not_follow_from_two_parts(lost: int, left: int) -> None:
+    """Attention takes with the square of tokens: through two lengths there is a line, which would be far too low."""
+    parts = [LayerProbe(variant=_VARIANTS[0], samples=1, part=0.5**power) for power in range(1, 5)]
+    assert len(_bench(lambda asked, layers: asked in parts[:lost]).fitting(parts)) == left

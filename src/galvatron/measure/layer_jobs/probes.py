@@ -10,7 +10,17 @@ from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strat
 from galvatron.measure.figures import Block
 from galvatron.planner.space import LONG_SEQUENCE, divisors
 
-__all__ = ["LayerBytes", "LayerFindings", "LayerProbe", "Variant", "groups_of", "heaviest", "probes_of", "variants_of"]
+__all__ = [
+    "FEWEST_PARTS",
+    "LayerBytes",
+    "LayerFindings",
+    "LayerProbe",
+    "Variant",
+    "groups_of",
+    "heaviest",
+    "probes_of",
+    "variants_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +134,9 @@ _ENDS = 2
 """What a layer gives to the next one, and its gradient."""
 _PARTS = 4
 """Lengths of samples of which no two fit."""
-_FEWEST = 3
-"""… at least: attention takes with the square of tokens, all else with their number, and some time is fixed."""
+FEWEST_PARTS = 3
+"""… at least: attention takes with the square of tokens, all else with their number, and some time is fixed. Two points
+would be a line, from which a whole sample does not follow."""
 _SHORTEST = 256
 """Tokens of the shortest of them."""
 _WEIGHTS_SHARE = 0.4
@@ -225,8 +236,8 @@ def _busy(model: ModelSpec, cluster: Cluster) -> int:
     rate = cluster.device.flops_per_s(model.training.precision)
     if rate < _FAST:
         return _MOST
-    one_s = 3 * heaviest(model).forward_flops / rate
-    return int(max(_MOST, 2 ** math.ceil(math.log2(max(_BUSY_S / max(one_s, _BUSY_S / _MOST_EVER), 1)))))
+    wanted = min(_BUSY_S * rate / max(3 * heaviest(model).forward_flops, 1), _MOST_EVER)
+    return int(2 ** math.ceil(math.log2(max(wanted, _MOST))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +273,7 @@ class _Room:
             for part in halves
             if part <= largest and (tokens := whole * part) >= _SHORTEST and tokens % self.variant.tp == 0
         ]
-        return sorted(fitting[:_PARTS]) if len(fitting) >= _FEWEST else []
+        return sorted(fitting[:_PARTS]) if len(fitting) >= FEWEST_PARTS else []
 
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""

@@ -21,7 +21,7 @@ from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.layers import Bridge, Embedding, Head
 from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
-from galvatron.measure.layer_jobs.probes import LayerBytes, LayerProbe, Variant
+from galvatron.measure.layer_jobs.probes import FEWEST_PARTS, LayerBytes, LayerProbe, Variant
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
@@ -103,7 +103,12 @@ class Bench:
                     probe.variant.layer, probe.variant.strategy, probe.size,
                 )  # fmt: skip
         counts = Counter(probe.variant for probe in found)
-        return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}  # else there is no line
+        # Fewer points would be no line, or no curve.
+        return {
+            probe: run
+            for probe, run in found.items()
+            if counts[probe.variant] >= (2 if probe.part == 1 else FEWEST_PARTS)
+        }
 
     def _hold_all(self, probes: Sequence[LayerProbe]) -> None:
         """Have the weights and gradients of all layers: a probe must still fit when the last one has come."""
