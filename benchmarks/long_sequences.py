@@ -28,7 +28,6 @@ from galvatron.core.units import parse_bytes
 from launching import ask, tell
 from recipe import MODELS, stock_model
 
-_WARM = 1
 _CHUNK = 2048
 """Tokens of a chunk of the stock programs' loss."""
 _RATE = 1e-4
@@ -225,7 +224,7 @@ def _timed(spec: dict[str, Any], device: Any) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
-    for _ in range(_WARM + spec["timed"]):
+    for _ in range(spec["warm"] + spec["timed"]):
         dist.barrier()
         begin = time.perf_counter()
         losses.append(step())
@@ -233,7 +232,7 @@ def _timed(spec: dict[str, Any], device: Any) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    worst = torch.tensor([statistics.median(seconds[_WARM:]), float(peak)], dtype=torch.float64, device=device)
+    worst = torch.tensor([statistics.median(seconds[spec["warm"] :]), float(peak)], dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     iteration_s, fullest = worst.tolist()
     samples = spec["devices"] if spec["program"] == "fsdp2" else 1
@@ -263,7 +262,8 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="compile blocks, but those under torch's context_parallel"
     )
-    parser.add_argument("--timed", type=int, default=3, help="steps that count, after one that does not")
+    parser.add_argument("--warm", type=int, default=1, help="steps that do not count, before those that do")
+    parser.add_argument("--timed", type=int, default=3, help="steps that count")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one program under one strategy")
     parser.add_argument("--out", default="benchmarks/results/long_sequences.jsonl")
     args = parser.parse_args()
@@ -287,9 +287,12 @@ def main() -> None:
             spec = {
                 "program": program, "strategy": strategy, "model": args.model, "devices": count,
                 "memory_bytes": parse_bytes(args.memory), "reserved_bytes": parse_bytes(args.reserved),
-                "compile": args.compile, "timed": args.timed, "lengths": [*map(int, args.lengths.split(","))],
+                "compile": args.compile, "warm": args.warm, "timed": args.timed,
+                "lengths": [*map(int, args.lengths.split(","))],
             }  # fmt: skip
-            shown = {key: spec[key] for key in ("program", "strategy", "model", "devices", "memory_bytes", "compile")}
+            shown = {
+                key: spec[key] for key in ("program", "strategy", "model", "devices", "memory_bytes", "compile", "warm")
+            }
             told, status = ask(Path(__file__), spec, args.timeout)
             if len(told) < len(spec["lengths"]):
                 told.append({"tokens": spec["lengths"][len(told)], "status": status})

@@ -1,9 +1,11 @@
 """Whole runs of ``galvatron train`` on one GPU: does it measure, plan and train unattended, and do predictions hold?
 
-    python benchmarks/recipe_train.py [--cases llama-2k,virtual-64] --out results/recipe_train.jsonl
+    python benchmarks/recipe_train.py [--cases llama-2k,virtual-64] [--trace] --out results/recipe_train.jsonl
 
 Each case is one command from nothing: the machine and the model's layers are measured, a plan is made, and it trains.
-A line of the results has the command, its seconds, and the run's own report (predicted and measured time and memory).
+Long samples on eight parts of one GPU take long to measure, so their layers are measured without TP, by a command
+before. A line of the results has the command, its seconds, and the run's own report (predicted and measured time and
+memory); with ``--trace`` also the GPU's seconds on rank 0 in the second step, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +28,43 @@ _RUNS: dict[str, dict[str, Any]] = {
     **{name: {**case, "options": ["--devices", "1"]} for name, case in CASES.items()},
     "virtual-64": {**_VIRTUAL, "batch": 64},
     "virtual-best": {**_VIRTUAL, "batch": None},
-}
+    **{
+        f"long-{length}k": {
+            **_VIRTUAL, "tokens": length * 1024, "batch": 1, "kind": ["--no-compile"],
+            "measure": ["--tp-degrees", "1", "--rounds", "3"],
+        }
+        for length in (64, 128, 256)
+    },
+}  # fmt: skip
 
 
-def _run(name: str, steps: int, folder: Path) -> dict[str, Any]:
+def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
     case = _RUNS[name]
     model, out = folder / name, folder / f"{name}-run"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODELS[case["model"]]), encoding="utf-8")
-    options = [*case["options"], "--sequence-length", str(case["tokens"]), "--no-dropout", "--steps", str(steps)]
+    kind = ["--sequence-length", str(case["tokens"]), "--no-dropout", *case.get("kind", ())]
+    options = [*case["options"], *kind, "--steps", str(steps)]
     if case["batch"] is not None:
         options += ["--batch", str(case["batch"])]
     if "lora" in case:
         options += ["--lora", str(case["lora"])]
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "galvatron", "train", str(model), *options, "--out", str(out)]
+    if trace:
+        options += ["--trace", "2"]
     log: list[tuple[float, str]] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            log.append((round(time.perf_counter() - begin, 2), line.rstrip()))
-            print(*log[-1], flush=True)
-    found = {"case": name, "options": options, "status": process.returncode, "seconds": time.perf_counter() - begin}
-    found["log"] = log
+    begin = time.perf_counter()
+    found: dict[str, Any] = {"case": name, "options": options, "log": log}
+    if "measure" in case:
+        profile = folder / f"{name}.toml"
+        measure = [*case["options"][:2], *kind, *case["measure"], "--output", str(profile)]
+        status = _galvatron(["profile", "model", str(model), *measure], begin, log)
+        found |= {"measure": measure[:-2], "measure_status": status}
+        if status:
+            return found
+        found["profile"] = profile.read_text(encoding="utf-8")
+    measured = ["--profile", str(folder / f"{name}.toml")] if "measure" in case else []
+    found["status"] = _galvatron(["train", str(model), *options, *measured, "--out", str(out)], begin, log)
+    found["seconds"] = time.perf_counter() - begin
     report = out / "report.json"
     if report.exists():
         found["report"] = json.loads(report.read_text(encoding="utf-8"))
@@ -55,19 +72,44 @@ def _run(name: str, steps: int, folder: Path) -> dict[str, Any]:
     if plan.exists():
         made = json.loads(plan.read_text(encoding="utf-8"))
         found["plan"] = {key: made[key] for key in ("batch", "micro_batches", "stages") if key in made}
+        found["cluster"] = made["cluster"]
+    traced = out / "trace-rank0.json"
+    if traced.exists():
+        found["kernels"] = _kernels(traced)
     shutil.rmtree(out, ignore_errors=True)  # checkpoints are large
     return found
+
+
+def _galvatron(arguments: list[str], begin: float, log: list[tuple[float, str]]) -> int:
+    command = [sys.executable, "-m", "galvatron", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.append((round(time.perf_counter() - begin, 2), line.rstrip()))
+            print(*log[-1], flush=True)
+    return process.returncode
+
+
+def _kernels(trace: Path) -> dict[str, tuple[int, float]]:
+    """How often the kernels ran that took longest, and their seconds together."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    own = [event for event in events if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    times, seconds = Counter(event["name"][:120] for event in own), Counter[str]()
+    for event in own:
+        seconds[event["name"][:120]] += event["dur"] / 1e6
+    return {name: (times[name], round(took, 4)) for name, took in seconds.most_common(40)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert,virtual-64")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--trace", action="store_true", help="add the GPU's seconds of the second step, by kernel")
     parser.add_argument("--out", default="benchmarks/results/recipe_train.jsonl")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases.split(","):
-            found = _run(name, args.steps, Path(folder))
+            found = _run(name, args.steps, Path(folder), trace=args.trace)
             with Path(args.out).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
 

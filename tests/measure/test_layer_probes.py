@@ -101,8 +101,29 @@ def test_long_samples_that_do_not_fit_are_measured_in_part(tokens: int, whole: s
 def test_parts_of_a_sample_are_a_quarter_of_a_device_at_most() -> None:
     model = load_model("llama3-8b", Training(sequence_length=1 << 20, precision=Precision.BF16))
     probes = _probes(model, load_cluster("h100-8"))
-    parts = [probe.part for probe in probes if probe.variant.layer == "decoder" and probe.variant.strategy == "single"]
-    assert parts == [1 / 256, 1 / 128, 1 / 64, 1 / 32]
+    parts = [1 / 128, 1 / 64, 1 / 32, 1 / 16]
+    assert _parts(probes, "single") == parts
+    for more in ("single+rc", "single+rs", "sdp2"):
+        assert _parts(probes, more) == parts[:3]
+
+
+def test_a_slow_device_has_shorter_parts() -> None:
+    """Half a second at the device's rate: of a quarter of the tokens attention takes a sixteenth."""
+    model = load_model("llama3-8b", Training(sequence_length=1 << 17, precision=Precision.BF16))
+    cluster = load_cluster("h100-8")
+    slow = replace(cluster, device=replace(cluster.device, bf16_flops_per_s=50e12))
+    block = next(kind for kind in model.kinds if kind.name == "decoder")
+    assert block.context is not None
+    longest = max(_parts(_probes(model, slow), "single"))
+    attending = block.context.attention_flops
+    seconds = [
+        3 * ((block.forward_flops - attending) * part + attending * part**2) / 50e12 for part in (longest, 2 * longest)
+    ]
+    assert seconds[0] <= 0.5 < seconds[1]
+
+
+def _parts(probes: tuple[LayerProbe, ...], strategy: str) -> list[float]:
+    return [own.part for own in probes if own.variant.layer == "decoder" and own.variant.strategy == strategy]
 
 
 def test_layers_that_cannot_be_divided_are_counted_where_two_samples_do_not_fit() -> None:

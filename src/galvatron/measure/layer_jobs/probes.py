@@ -64,6 +64,11 @@ class Variant:
         return not (self.sharded or self.recompute or self.fused_loss) and self.ep == 1
 
     @property
+    def is_split(self) -> bool:
+        """Whether its times are a layer's own. Of other variants only what they take more than these is of use."""
+        return not (self.sharded or self.recompute or self.grade)
+
+    @property
     def whole(self) -> bool:
         """Whether it is a layer as the stock model has it."""
         return self.plain and self.ranks == 1 and not self.grade
@@ -125,6 +130,8 @@ _FAST = 1e13
 """Operations a second from which on that is so: a GPU's, not a CPU's."""
 _LONGEST_S = 2.0
 """Of one forward and backward."""
+_LONGEST_PART_S = 0.5
+"""… of a part of a sample, which is enough to keep any device busy."""
 _MEMORY_SHARE = 0.25
 """Of a device's memory, for what samples take in a layer."""
 _LONG_SHARE = 0.5
@@ -261,19 +268,26 @@ class _Room:
         return 2 * self._long_bytes() > share * self.cluster.device.memory_bytes
 
     def parts(self) -> list[float]:
-        """Of a long sample's tokens, longest last: as many as a device has time and memory for, and less."""
+        """Of a long sample's tokens, longest last: as many as a device has time and memory for, and less.
+
+        Attention takes with the square of a part. What a variant takes more than another grows with its tokens, so the
+        longest is not needed for it.
+        """
         context, whole = self.kind.context, self.model.training.sequence_length or 0
         if context is None:
             return []
-        room = _MEMORY_SHARE * self.cluster.device.memory_bytes
-        largest = min(room / max(self._long_bytes(), 1), _LONGEST_S / self._one_s())
+        largest = _MEMORY_SHARE * self.cluster.device.memory_bytes / max(self._long_bytes(), 1)
+        attending = context.attention_flops / max(self.kind.forward_flops, 1)
         halves = (0.5**power for power in range(1, 64))
         fitting = [
             part
             for part in halves
             if part <= largest and (tokens := whole * part) >= _SHORTEST and tokens % self.variant.tp == 0
-        ]
-        return sorted(fitting[:_PARTS]) if len(fitting) >= FEWEST_PARTS else []
+            if (part + (part * part - part) * attending) * self._one_s() <= _LONGEST_PART_S
+        ][:_PARTS]
+        if len(fitting) > FEWEST_PARTS and not self.variant.is_split:
+            del fitting[0]
+        return sorted(fitting) if len(fitting) >= FEWEST_PARTS else []
 
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""
