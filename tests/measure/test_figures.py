@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from galvatron.measure.figures import Block, Line, fit_curve, fit_line, quality_of, reading_of
+from galvatron.measure.figures import Block, Line, fit_line, quality_of, reading_of
 
 
 def test_a_line_is_recovered_exactly_from_exact_points() -> None:
@@ -41,22 +41,6 @@ def test_no_part_is_negative(points: list[tuple[float, float]], expected: str) -
 
 def test_one_point_is_a_constant() -> None:
     assert fit_line([(4, 2.0)]) == Line(2.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "factors", [(3e-4, 2e-2, 5e-1), (0.0, 1.0, 4.0), (2.0, 0.0, 3.0), (0.0, 0.0, 7.0), (1.0, 2.0, 0.0)]
-)
-def test_a_curve_is_recovered_exactly_from_exact_points(factors: tuple[float, float, float]) -> None:
-    fixed, linear, square = factors
-    points = [(x, fixed + linear * x + square * x * x) for x in (1 / 32, 1 / 16, 1 / 8, 1 / 4)]
-    assert fit_curve(points) == pytest.approx(factors, rel=1e-6, abs=1e-9)
-
-
-def test_no_part_of_a_curve_is_negative() -> None:
-    for seed in range(50):
-        noise = random.Random(seed)
-        points = [(x, (1e-3 + x * noise.choice((0, 1))) * noise.uniform(0.7, 1.3)) for x in (0.1, 0.2, 0.4, 0.8)]
-        assert min(fit_curve(points)) >= 0 < sum(fit_curve(points))
 
 
 def test_disturbed_blocks_are_left_out() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from galvatron.core.spec import Cluster, ModelSpec, Precision, Training
+from galvatron.core.spec import Cluster, ModelSpec, Precision, Strategy, Training
 from galvatron.families import load_cluster, load_model
 from galvatron.measure.layer_jobs.probes import LayerProbe, Variant, probes_of, variants_of
 from galvatron.measure.layer_jobs.runs import Bench
@@ -75,55 +75,41 @@ def test_a_fast_device_gets_enough_to_do() -> None:
     assert max(_counts(_probes(load_model("llama3-8b", long), load_cluster("h200-8")), "decoder", 1)) == 8
 
 
-@pytest.mark.parametrize(
-    ("tokens", "whole", "fused"), [(8192, {"embedding", "decoder", "head"}, 2), (65536, {"embedding"}, 2)]
-)
-def test_long_samples_that_do_not_fit_are_measured_in_part(tokens: int, whole: set[str], fused: int) -> None:
-    """Of 65,536 tokens the logits alone take 34 GB. What is not in part takes a quarter of a device at most."""
+@pytest.mark.parametrize(("tokens", "divided"), [(8192, set()), (65536, {"decoder", "head"})])
+def test_long_samples_that_do_not_fit_are_measured_divided(tokens: int, divided: set[str]) -> None:
+    """Of 65,536 tokens the logits alone take 34 GB. What is measured whole takes a quarter of a device at most, and two
+    samples half of one where they are divided."""
     model = load_model("llama3-8b", Training(sequence_length=tokens, precision=Precision.BF16))
     cluster = load_cluster("h100-8")
     probes = _probes(model, cluster)
-    single = [probe for probe in probes if probe.variant.strategy == "single"]
-    assert {probe.variant.layer for probe in single if probe.part == 1} == whole
-    assert {probe.variant.layer for probe in single} == {"embedding", "decoder", "head"}
-    assert sum(probe.variant.strategy == "single+fl" for probe in probes) == fused
+    assert {probe.variant.layer for probe in probes} == {"embedding", "decoder", "head"}
+    assert {probe.variant.layer for probe in probes if probe.variant.ulysses > 1} == divided
     kinds = {kind.name: kind for kind in model.kinds}
     for probe in probes:
         kind, variant = kinds[probe.variant.layer], probe.variant
-        if probe.part < 1:
-            assert probe.samples == 1
-            assert (probe.tokens(tokens) or 0) % variant.tp == 0
+        if variant.ulysses > 1:
+            assert kind.context is not None
+            assert kind.context.problem(Strategy.parse(variant.strategy)) is None
+            assert probe.size == probe.samples / variant.ulysses
+            assert probe.samples <= 2
         if not variant.fused_loss:
             saved = kind.split_activation_bytes / variant.tp + kind.replicated_activation_bytes
-            assert probe.size * saved <= cluster.device.memory_bytes / 4
+            assert probe.size * saved <= cluster.device.memory_bytes / (4 if variant.ulysses == 1 else 2)
 
 
-def test_parts_of_a_sample_are_a_quarter_of_a_device_at_most() -> None:
-    model = load_model("llama3-8b", Training(sequence_length=1 << 20, precision=Precision.BF16))
-    probes = _probes(model, load_cluster("h100-8"))
-    parts = [1 / 128, 1 / 64, 1 / 32, 1 / 16]
-    assert _parts(probes, "single") == parts
-    for more in ("single+rc", "single+rs", "sdp2"):
-        assert _parts(probes, more) == parts[:3]
-
-
-def test_a_slow_device_has_shorter_parts() -> None:
-    """Half a second at the device's rate: of a quarter of the tokens attention takes a sixteenth."""
-    model = load_model("llama3-8b", Training(sequence_length=1 << 17, precision=Precision.BF16))
+def test_a_slow_device_has_a_smaller_part() -> None:
+    """Two samples take half a second at the device's rate, unless heads do not divide so far."""
+    model = load_model("llama3-8b", Training(sequence_length=1 << 16, precision=Precision.BF16))
     cluster = load_cluster("h100-8")
-    slow = replace(cluster, device=replace(cluster.device, bf16_flops_per_s=50e12))
     block = next(kind for kind in model.kinds if kind.name == "decoder")
-    assert block.context is not None
-    longest = max(_parts(_probes(model, slow), "single"))
-    attending = block.context.attention_flops
-    seconds = [
-        3 * ((block.forward_flops - attending) * part + attending * part**2) / 50e12 for part in (longest, 2 * longest)
-    ]
-    assert seconds[0] <= 0.5 < seconds[1]
-
-
-def _parts(probes: tuple[LayerProbe, ...], strategy: str) -> list[float]:
-    return [own.part for own in probes if own.variant.layer == "decoder" and own.variant.strategy == strategy]
+    for rate, expected in ((1e18, 2), (6 * block.forward_flops / 0.5 / 3.9, 4), (1e12, 8)):
+        slow = replace(cluster, device=replace(cluster.device, bf16_flops_per_s=rate))
+        found = {
+            one.variant.ulysses
+            for one in _probes(model, slow)
+            if one.variant.layer == "decoder" and one.variant.tp == 1 and one.variant.ep == 1
+        }
+        assert found == {expected}
 
 
 def test_layers_that_cannot_be_divided_are_counted_where_two_samples_do_not_fit() -> None:
@@ -188,10 +174,3 @@ def test_what_fits_alone_must_fit_beside_the_others() -> None:
     probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in _VARIANTS]
     bench = _bench(lambda asked, layers: asked == probes[0] and layers > 1)
     assert set(bench.fitting(probes)) == set(probes[1:])
-
-
-@pytest.mark.parametrize(("lost", "left"), [(0, 4), (1, 3), (2, 0)])
-def test_a_whole_sample_does_not_follow_from_two_parts(lost: int, left: int) -> None:
-    """Attention takes with the square of tokens: through two lengths there is a line, which would be far too low."""
-    parts = [LayerProbe(variant=_VARIANTS[0], samples=1, part=0.5**power) for power in range(1, 5)]
-    assert len(_bench(lambda asked, layers: asked in parts[:lost]).fitting(parts)) == left

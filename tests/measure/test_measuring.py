@@ -13,7 +13,7 @@ import pytest
 from rank_jobs import FrozenObjects, LateReader
 
 from galvatron.core.errors import GalvatronError, InvalidInput
-from galvatron.core.spec import Collective, Strategy, Training
+from galvatron.core.spec import Cluster, Collective, ModelSpec, Strategy, Training
 from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure.clusters import profile_cluster
@@ -153,13 +153,13 @@ def test_under_torchrun_the_number_of_processes_is_torchruns(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_long_sample_is_measured_in_part(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that cannot hold two samples; what a whole one keeps is what one measured whole does."""
+def test_a_long_sample_is_measured_as_one_of_its_devices_has_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that cannot hold two samples. A whole one keeps what one measured whole does, and the result of
+    attention twice: as it comes, for its gradient, and as it is exchanged, for that of the projection behind it."""
     monkeypatch.setattr(probes, "LONG_SEQUENCE", 512)
-    monkeypatch.setattr(probes, "_SHORTEST", 64)
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 128,
     }  # fmt: skip
     model = load_any_model(config, Training(sequence_length=1024, dropout=False))
     (decoder,) = (kind for kind in model.kinds if kind.name == "decoder")
@@ -168,9 +168,17 @@ def test_a_long_sample_is_measured_in_part(cache: Path, monkeypatch: pytest.Monk
         replace(cluster, device=replace(cluster.device, memory_bytes=size), levels=())
         for size in (1 << 40, 3 * (decoder.activation_bytes + decoder.transient_bytes))
     )
-    whole, parts = (profile_model(model, own, rounds=2) for own in (large, small))
-    kept, known = (own.memory_of("decoder", 1, sequence_parallel=False) for own in (parts, whole))
+    assert {own.variant.ulysses for own in _decoders(model, small)} == {2}
+    whole, divided = (profile_model(model, own, rounds=2) for own in (large, small))
+    kept, known = (own.memory_of("decoder", 1, sequence_parallel=False) for own in (divided, whole))
     assert kept is not None
     assert known is not None
-    assert kept.activation_bytes == pytest.approx(known.activation_bytes, rel=0.02)
-    assert parts.time_of("decoder") != whole.time_of("decoder")
+    assert decoder.context is not None
+    twice = known.activation_bytes + decoder.context.query_bytes
+    assert kept.activation_bytes == pytest.approx(twice, rel=0.02)
+    assert divided.time_of("decoder") != whole.time_of("decoder")
+
+
+def _decoders(model: ModelSpec, cluster: Cluster) -> list[probes.LayerProbe]:
+    made = probes.probes_of(model, cluster, probes.variants_of(model, (1,), 1))
+    return [probe for probe in made if probe.variant.layer == "decoder"]

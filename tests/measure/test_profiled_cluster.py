@@ -144,6 +144,16 @@ def test_what_was_measured_before_is_not_measured_again(monkeypatch: pytest.Monk
     assert len(runs) == 3, "other devices, other figures"
 
 
+def test_all_devices_are_not_measured_again_by_their_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """'galvatron plan' asks for all that there are, 'galvatron train' for so many."""
+    monkeypatch.setenv("GALVATRON_CACHE", str(tmp_path))
+    found = findings(Truth())
+    runs = iter([found])
+    monkeypatch.setattr(clusters, "measured", lambda job, progress: next(runs))
+    first = profile_cluster()
+    assert profile_cluster() == profile_cluster(found.devices) == first
+
+
 @pytest.mark.parametrize(("options", "expected"), [({"devices": 0}, "devices: 0"), ({"rounds": 1}, "rounds: 1")])
 def test_what_cannot_be_measured_is_refused(options: dict[str, int], expected: str) -> None:
     with pytest.raises(InvalidInput, match=expected):

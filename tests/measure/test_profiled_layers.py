@@ -126,42 +126,32 @@ def test_a_layer_that_bends_a_little_has_no_least_time() -> None:
     assert time.forward_s + (time.forward_fixed_s or 0) == pytest.approx(0.95e-2, rel=0.06)
 
 
-def test_a_whole_sample_follows_from_parts_of_it() -> None:
-    """Attention takes with the square of a sample's tokens, all else with their number; heads have no attention, and
-    what looks like a square there is noise."""
+def test_a_whole_sample_follows_from_a_devices_part_of_it() -> None:
+    """A layer that takes a second for its eighth of two samples takes four for one that is not divided."""
     model = load_model("llama3-8b", Training(sequence_length=1 << 17))
-    fixed, linear, square = 1e-3, 0.4, 1.2
-
-    def seconds(probe: LayerProbe) -> float:
-        more = 0.05 * probe.size if probe.variant.grade else 0.0
-        return fixed + linear * probe.size + more + square * probe.size**2 * (probe.variant.layer == "decoder")
-
-    names = ("decoder", "head")
-    variants = [Variant(layer=layer, index=0, tp=1, sequence_parallel=False) for layer in names]
-    variants.append(replace(variants[0], grade="rs"))
-    probes = [
-        LayerProbe(variant=own, samples=1, part=part) for own in variants for part in (1 / 32, 1 / 16, 1 / 8, 1 / 4)
-    ]
+    variant = Variant(layer="decoder", index=0, tp=1, sequence_parallel=False, ulysses=8)
+    graded = replace(variant, grade="rs")
+    seconds = {variant: (0.01, 0.495), graded: (0.01, 0.545)}
     found = LayerFindings(
         device="toy",
-        blocks={probe: [Block((seconds(probe), 2 * seconds(replace(probe, variant=variants[0] if
-                probe.variant.grade else probe.variant))))] * 2 for probe in probes},
-        memory={own: [LayerBytes(samples=n, saved=500 + int(6400 * n), transient=int(64 * n)) for n in (1 / 32, 1 / 4)]
-                for own in variants},
+        blocks={
+            LayerProbe(variant=own, samples=count): [Block((fixed + each * count, 2 * (0.01 + 0.495 * count)))] * 2
+            for own, (fixed, each) in seconds.items()
+            for count in (1, 2)
+        },
+        memory={own: [LayerBytes(samples=n / 8, saved=500 + 800 * n, transient=8 * n) for n in (1, 2)]
+                for own in seconds},
     )  # fmt: skip
     profile = profile_of(model, found)
-    decoder, head = (profile.time_of(layer) for layer in names)
+    decoder, grade = profile.time_of("decoder"), profile.grade_of("decoder", "rs")
+    memory = profile.memory_of("decoder", 1, sequence_parallel=False)
     assert decoder is not None
-    assert head is not None
-    assert decoder.forward_s == pytest.approx(linear + square, rel=1e-3)
-    assert decoder.backward_ratio == pytest.approx(2, rel=1e-3)
-    assert decoder.forward_fixed_s == pytest.approx(fixed, rel=1e-2)
-    assert (head.forward_s, head.forward_fixed_s) == pytest.approx((linear, fixed), rel=1e-3)
-    memory, grade = profile.memory_of("decoder", 1, sequence_parallel=False), profile.grade_of("decoder", "rs")
-    assert memory is not None
     assert grade is not None
-    assert memory.activation_bytes == grade.activation_bytes == 6400
-    assert grade.share == pytest.approx(0.05 / (linear + square), rel=1e-2)
+    assert memory is not None
+    assert (decoder.forward_s, decoder.forward_fixed_s) == pytest.approx((8 * 0.495, 0.01), rel=1e-3)
+    assert decoder.backward_ratio == pytest.approx(2, rel=1e-3)
+    assert (memory.activation_bytes, memory.transient_bytes) == (6400, 64)
+    assert grade.share == pytest.approx(0.05 / 0.495, rel=1e-2)
 
 
 def test_only_what_can_be_split_is_measured_split(stand_in: list[LayerJob]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import dump_cluster
@@ -27,6 +28,7 @@ from galvatron.measure.cluster_jobs.shapes import factors_of, islands
 from galvatron.measure.figures import NOISY, Line, Quality, Reading, fit_line, quality_of, reading_of
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
+from galvatron.processes.virtual import virtual_devices
 
 __all__ = ["cluster_of", "profile_cluster"]
 
@@ -54,7 +56,7 @@ def profile_cluster(
         raise InvalidInput(f"devices: {devices} given; expected at least 1")
     if rounds < 2:
         raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
-    kept = cache.cached_file("cluster", cache.key_of(devices=devices, rounds=rounds))
+    kept = _kept_file(devices or virtual_devices(), rounds)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
     if kept.exists() and not fresh and not under_torchrun():
         known = load_cluster(kept)
@@ -63,8 +65,13 @@ def profile_cluster(
     findings = measured(ClusterJob(devices=devices, rounds=rounds), progress)
     assert isinstance(findings, ClusterFindings)
     cluster = cluster_of(findings)
-    cache.keep(kept, dump_cluster(cluster))
+    for file in (kept, _kept_file(cluster.devices, rounds)):  # all devices, or as many as it turned out that there are
+        cache.keep(file, dump_cluster(cluster))
     return cluster
+
+
+def _kept_file(devices: int | None, rounds: int) -> Path:
+    return cache.cached_file("cluster", cache.key_of(devices=devices, rounds=rounds))
 
 
 def cluster_of(findings: ClusterFindings) -> Cluster:

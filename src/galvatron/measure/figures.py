@@ -6,9 +6,6 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-
-import numpy as np
 
 __all__ = [
     "NOISY",
@@ -17,7 +14,6 @@ __all__ = [
     "Line",
     "Quality",
     "Reading",
-    "fit_curve",
     "fit_line",
     "quality_in",
     "quality_of",
@@ -130,18 +126,3 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
         return Line(fixed, slope)
     squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
     return Line(0.0, sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares)
-
-
-def fit_curve(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Factors of 1, x and x² with the least relative errors, none negative."""
-    wanted = np.array([y for _, y in points])
-    powers = np.array([[1.0, x, x * x] for x, _ in points]) / wanted[:, None]
-    best, least = np.zeros(3), np.inf
-    for used in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
-        factors = np.zeros(3)
-        factors[used] = np.linalg.lstsq(powers[:, used], np.ones(len(points)), rcond=None)[0]
-        error = float(np.square(powers @ factors - 1).sum())
-        if factors.min() >= 0 and error < least:
-            best, least = factors, error
-    fixed, linear, square = best.tolist()
-    return fixed, linear, square

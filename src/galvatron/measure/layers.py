@@ -16,7 +16,7 @@ from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerTi
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
-from galvatron.measure.figures import NOISY, Line, fit_curve, fit_line, quality_of, reading_of
+from galvatron.measure.figures import NOISY, Line, fit_line, quality_of, reading_of
 from galvatron.measure.layer_jobs.job import LayerJob
 from galvatron.measure.layer_jobs.probes import (
     LayerBytes,
@@ -124,17 +124,15 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     if quality.spread > NOISY:
         _LOG.warning("the machine was busy with other things while it was measured: %s; measure again", quality)
     variants = dict.fromkeys(probe.variant for probe in findings.blocks if probe.variant == _plain(probe.variant))
-    attending = {kind.name for kind in model.kinds if kind.context is not None and kind.context.heads}
-    curved = {own.variant for own in findings.blocks if own.part < 1 and own.variant.layer in attending}
     forward, backward = (
         {probe: findings.sustained * reading.seconds for probe, reading in part.items()} for part in parts
     )
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
-        times=tuple(_time(variant, forward, backward, curved=variant in curved) for variant in variants),
+        times=tuple(_time(variant, forward, backward) for variant in variants),
         memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items() if not variant.grade),
         grades=tuple(
-            _grade(variant, weighed, forward, backward, curved=variant in curved)
+            _grade(variant, weighed, forward, backward)
             for variant, weighed in findings.memory.items()
             if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
         ),
@@ -143,13 +141,9 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     )
 
 
-def _time(
-    variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float], *, curved: bool
-) -> LayerTime:
+def _time(variant: Variant, forward: dict[LayerProbe, float], backward: dict[LayerProbe, float]) -> LayerTime:
     (forward_line, forward_least_s), (backward_line, backward_least_s) = (
-        _line_and_least(
-            [(probe.size, seconds) for probe, seconds in part.items() if probe.variant == variant], curved=curved
-        )
+        _line_and_least([(probe.size, seconds) for probe, seconds in part.items() if probe.variant == variant])
         for part in (forward, backward)
     )
     lines = (forward_line, backward_line)
@@ -173,13 +167,9 @@ def _time(
     )
 
 
-def _line_and_least(points: Sequence[tuple[float, float]], *, curved: bool) -> tuple[Line, float]:
+def _line_and_least(points: Sequence[tuple[float, float]]) -> tuple[Line, float]:
     """Where few samples take what starting their kernels does, however few they are, the line goes through the others
-    and that time is the least; else it goes through all. ``curved``: of parts of one sample, whose attention takes
-    with the square of their tokens, the whole follows."""
-    if curved:
-        fixed, linear, square = fit_curve(points)
-        return Line(fixed, linear + square), 0.0
+    and that time is the least; else it goes through all."""
     least_s = min(seconds for _, seconds in points)
     longer = [(samples, seconds) for samples, seconds in points if seconds > _CLEARLY * least_s]
     if len(longer) > 1:
@@ -220,8 +210,6 @@ def _grade(
     weighed: Sequence[LayerBytes],
     forward: dict[LayerProbe, float],
     backward: dict[LayerProbe, float],
-    *,
-    curved: bool,
 ) -> LayerGrade:
     """What both passes of a layer recomputed in part take more than its passes without: by samples, and besides."""
     pairs = [(probe, replace(probe, variant=_plain(variant))) for probe in forward if probe.variant == variant]
@@ -234,7 +222,7 @@ def _grade(
         if plain in forward
     ]
     points = [(probe.size, forward[plain]) for probe, plain in pairs if plain in forward]
-    whole, _ = _line_and_least(points, curved=curved)
+    whole, _ = _line_and_least(points)
     line = fit_line(more)
     return LayerGrade(
         layer=variant.layer,

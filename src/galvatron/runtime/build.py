@@ -22,7 +22,6 @@ from galvatron.runtime.layout.groups import (
     Position,
     StagePlan,
     backward_group,
-    context_groups,
     forward_group,
     needed_groups,
     tie_group,
@@ -129,9 +128,7 @@ class _Builder:
 
     def _context_groups(self, portion: Portion) -> tuple[str, str]:
         assert portion.context is not None
-        position = Position(self.stage.ranks, self.rank)
-        ring, ulysses = (self.pool.group(key) for key in context_groups(position, portion.context))
-        return "" if ring is None else ring.group_name, "" if ulysses is None else ulysses.group_name
+        return self.pool.context_names(Position(self.stage.ranks, self.rank), portion.context)
 
     def _check_lengths(self, samples: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
         """Every rank finds out before any of them sends, because messages of other lengths would end the process."""

@@ -228,14 +228,16 @@ def _alone(size: int, tensors: list[Tensor], causal: bool, runs: Tensor | None) 
             held = key[:, :, others], value[:, :, others]
             for cut in tokens.cuts(rank, source, runs, causal=causal):
                 steps.append((cut, cut.of(mine, held), others[cut.keys]))
-                found = blocks.attend(*steps[-1][1], diagonal=cut.diagonal, scale=0.2)
+                found = blocks.attend(*steps[-1][1], diagonal=cut.diagonal, scale=0.2, regular=runs is None)
                 blocks.merge((total[cut.rows], lse[cut.rows]), cut.queries, found)
         output[:, :, own] = total.double()
         for cut, parts, places in steps:
             outer, result, norms = (
                 tensor[cut.rows, :, cut.queries] for tensor in (gradient[:, :, own], total.to(query.dtype), lse)
             )
-            back = blocks.attend_backward(outer, parts, (result, norms), diagonal=cut.diagonal, scale=0.2)
+            back = blocks.attend_backward(
+                outer, parts, (result, norms), diagonal=cut.diagonal, scale=0.2, regular=runs is None
+            )
             for sums, where, part in zip(gradients, (own[cut.queries], places, places), back, strict=True):
                 sums[cut.rows, :, where] += part.double()
     return [output, *gradients]
@@ -248,7 +250,8 @@ _GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("device", ["cpu", _GPU])
 def test_a_ring_in_one_process(device: str, causal: bool, masked: str) -> None:
-    """With the kernels of the device: on a GPU the flash kernel, in bf16, with its own tolerance."""
+    """With the kernels of the device. Those of a GPU, cuDNN's or flash, compute in bf16: theirs are errors of a figure
+    in all, because some of the sums of hundreds of terms are near zero."""
     generator = torch.Generator().manual_seed(1)
     dtype, width, length = (torch.bfloat16, 64, 96) if device == "cuda" else (torch.float64, 8, 96)
     made = [torch.randn(2, heads, length, width, generator=generator).to(device, dtype) for heads in (8, 2, 2, 8)]
@@ -266,6 +269,7 @@ def test_a_ring_in_one_process(device: str, causal: bool, masked: str) -> None:
     expected = attention(*leaves, allowed.to(device), scale=0.2, enable_gqa=True)
     torch.autograd.backward(expected, made[3].double())
     found = _alone(3, made, causal, runs_seen(documents, kept))
-    tolerance = 2e-2 if device == "cuda" else 1e-7
+    tolerance = 1e-2 if device == "cuda" else 1e-9
     for ours, theirs in zip(found, [expected.detach(), *(leaf.grad for leaf in leaves)], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert theirs is not None
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron.core.spec import Axis, Cluster, Kind, LayerSpec, ModelSpec, Strategy
 from galvatron.measure.figures import Block
 from galvatron.planner.space import LONG_SEQUENCE, divisors
 
 __all__ = [
-    "FEWEST_PARTS",
     "LayerBytes",
     "LayerFindings",
     "LayerProbe",
@@ -42,14 +41,18 @@ class Variant:
     """With its loss in chunks."""
     grade: str = ""
     """With all but some results recomputed, as strategies write it: "rs", "ra"."""
+    ulysses: int = 1
+    """With each sample divided over so many ranks: each has a part of the tokens, and some heads of all of them."""
 
     @property
     def strategy(self) -> str:
-        axes = ((Kind.DP, self.ep), (Kind.SDP, 2 if self.sharded else 1), (Kind.TP, self.tp))
+        shards = 2 if self.sharded else 1
+        axes = ((Kind.DP, self.ep), (Kind.SDP, shards), (Kind.ULYSSES, self.ulysses), (Kind.TP, self.tp))
+        experts = ((Kind.DP, self.ulysses), (Kind.EP, self.ep)) if self.ep > 1 else ()
         return str(
             Strategy(
                 tuple(Axis(kind, degree) for kind, degree in axes if degree > 1),
-                experts=(Axis(Kind.EP, self.ep),) if self.ep > 1 else (),
+                experts=tuple(Axis(kind, degree) for kind, degree in experts if degree > 1),
                 sequence_parallel=self.sequence_parallel,
                 recompute=self.recompute,
                 fused_loss=self.fused_loss,
@@ -64,37 +67,31 @@ class Variant:
         return not (self.sharded or self.recompute or self.fused_loss) and self.ep == 1
 
     @property
-    def is_split(self) -> bool:
-        """Whether its times are a layer's own. Of other variants only what they take more than these is of use."""
-        return not (self.sharded or self.recompute or self.grade)
+    def whole(self) -> bool:
+        """Whether it is a layer as the stock model has it, if not all of its tokens."""
+        return self.plain and self.tp == 1 and not self.grade
 
     @property
-    def whole(self) -> bool:
-        """Whether it is a layer as the stock model has it."""
-        return self.plain and self.ranks == 1 and not self.grade
+    def parts_of_a_batch(self) -> int:
+        """Among whose ranks samples are divided."""
+        return self.ep * (2 if self.sharded else 1)
 
     @property
     def ranks(self) -> int:
-        return self.ep * self.tp * (2 if self.sharded else 1)
+        return self.parts_of_a_batch * self.ulysses * self.tp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProbe:
-    """So many samples through a layer, forward and backward, or the first part of one."""
+    """So many samples through a layer, forward and backward."""
 
     variant: Variant
     samples: int
-    part: float = 1.0
-    """Of a sample's tokens."""
 
     @property
     def size(self) -> float:
-        """In whole samples."""
-        return self.samples * self.part
-
-    def tokens(self, whole: int | None) -> int | None:
-        """Of each of its samples, where a whole one has so many."""
-        return whole if whole is None else round(whole * self.part)
+        """A device's share of them, as the cost model counts it."""
+        return self.samples / self.variant.ulysses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,22 +127,16 @@ _FAST = 1e13
 """Operations a second from which on that is so: a GPU's, not a CPU's."""
 _LONGEST_S = 2.0
 """Of one forward and backward."""
-_LONGEST_PART_S = 0.5
-"""… of a part of a sample, which is enough to keep any device busy."""
 _MEMORY_SHARE = 0.25
 """Of a device's memory, for what samples take in a layer."""
+_LONG_S = 0.5
+"""Of one forward and backward of two long samples: nobody needs them longer."""
 _LONG_SHARE = 0.5
-"""Of a device's memory, for two long samples that cannot be divided: more would not leave room for what else there
-is."""
+"""Of a device's memory, for two long samples: more would not leave room for what else there is."""
 _ENDS = 2
 """What a layer gives to the next one, and its gradient."""
-_PARTS = 4
-"""Lengths of samples of which no two fit."""
-FEWEST_PARTS = 3
-"""… at least: attention takes with the square of tokens, all else with their number, and some time is fixed. Two points
-would be a line, from which a whole sample does not follow."""
-_SHORTEST = 256
-"""Tokens of the shortest of them."""
+_MOST_DIVIDED = 256
+"""Devices that a sample is divided over."""
 _WEIGHTS_SHARE = 0.4
 """Of a device's memory, for the parameters of layers that are measured in turns."""
 _BYTES_OF_A_PARAMETER = 16
@@ -198,8 +189,8 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     """Each way with one sample and with more, as far as time and memory go.
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
-    more of a batch, too. Long samples of which a device cannot hold two are measured in part, where a layer's sequence
-    can be divided at all; other layers are counted.
+    more of a batch, too. Long samples of which a device cannot hold two are measured as one of the devices has them
+    that they are divided over, where a layer's sequence can be divided so; other layers are counted.
     """
     kinds = {kind.name: kind for kind in model.kinds}
     busy = _busy(model, cluster)
@@ -207,7 +198,8 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     for variant in variants:
         room = _Room(kinds[variant.layer], variant, model, cluster)
         if room.too_long():
-            probes += [LayerProbe(variant=variant, samples=1, part=part) for part in room.parts()]
+            divided = room.divided()
+            probes += [LayerProbe(variant=divided, samples=count) for count in (1, 2) if divided is not None]
             continue
         most = room.most(busy)
         counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
@@ -267,27 +259,17 @@ class _Room:
         share = _LONG_SHARE if self.kind.context is None else _MEMORY_SHARE
         return 2 * self._long_bytes() > share * self.cluster.device.memory_bytes
 
-    def parts(self) -> list[float]:
-        """Of a long sample's tokens, longest last: as many as a device has time and memory for, and less.
-
-        Attention takes with the square of a part. What a variant takes more than another grows with its tokens, so the
-        longest is not needed for it.
-        """
-        context, whole = self.kind.context, self.model.training.sequence_length or 0
+    def divided(self) -> Variant | None:
+        """With samples over as few devices as have memory for their parts of two, and time if there are such."""
+        context = self.kind.context
         if context is None:
-            return []
-        largest = _MEMORY_SHARE * self.cluster.device.memory_bytes / max(self._long_bytes(), 1)
-        attending = context.attention_flops / max(self.kind.forward_flops, 1)
-        halves = (0.5**power for power in range(1, 64))
-        fitting = [
-            part
-            for part in halves
-            if part <= largest and (tokens := whole * part) >= _SHORTEST and tokens % self.variant.tp == 0
-            if (part + (part * part - part) * attending) * self._one_s() <= _LONGEST_PART_S
-        ][:_PARTS]
-        if len(fitting) > FEWEST_PARTS and not self.variant.is_split:
-            del fitting[0]
-        return sorted(fitting) if len(fitting) >= FEWEST_PARTS else []
+            return None
+        least = 2 * self._long_bytes() / (_LONG_SHARE * self.cluster.device.memory_bytes)
+        degrees = (1 << power for power in range(1, _MOST_DIVIDED.bit_length()))
+        ways = [replace(self.variant, ulysses=degree) for degree in degrees if degree >= least]
+        possible = [own for own in ways if context.problem(Strategy.parse(own.strategy)) is None]
+        quick = (own for own in possible if 2 * self._one_s() / own.ulysses <= _LONG_S)
+        return next(quick, possible[-1] if possible else None)
 
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""

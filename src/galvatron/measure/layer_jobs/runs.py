@@ -21,7 +21,7 @@ from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.layers import Bridge, Embedding, Head
 from galvatron.families.layer import Activations, LayeredModel
 from galvatron.families.registry import layered_model
-from galvatron.measure.layer_jobs.probes import FEWEST_PARTS, LayerBytes, LayerProbe, Variant
+from galvatron.measure.layer_jobs.probes import LayerBytes, LayerProbe, Variant
 from galvatron.measure.rehearsal.memory import meter_for
 from galvatron.measure.rehearsal.weights import CheapWeights
 from galvatron.measure.timing import Probe, seconds_of_calls
@@ -29,8 +29,8 @@ from galvatron.processes.peers import Peers
 from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import MicroBatch, Reader
 from galvatron.runtime.compiled import compiles
-from galvatron.runtime.layout.groups import GroupPool, StagePlan, needed_groups
-from galvatron.runtime.layout.portions import Portions
+from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, needed_groups
+from galvatron.runtime.layout.portions import Portion, Portions
 from galvatron.runtime.products import check_tf32, products, tf32_of
 from galvatron.runtime.settings import ComputeSettings
 
@@ -62,6 +62,7 @@ class Bench:
             tf32=tf32_of(model.training.precision),
         )
         self._assemblies: dict[Variant, Assembly] = {}
+        self._pools: dict[Variant, GroupPool] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._elsewhere = torch.zeros(_CACHE_BYTES[peers.device.type] // 4, device=peers.device)
 
@@ -103,12 +104,8 @@ class Bench:
                     probe.variant.layer, probe.variant.strategy, probe.size,
                 )  # fmt: skip
         counts = Counter(probe.variant for probe in found)
-        # Fewer points would be no line, or no curve.
-        return {
-            probe: run
-            for probe, run in found.items()
-            if counts[probe.variant] >= (2 if probe.part == 1 else FEWEST_PARTS)
-        }
+        # One point would be no line.
+        return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}
 
     def _hold_all(self, probes: Sequence[LayerProbe]) -> None:
         """Have the weights and gradients of all layers: a probe must still fit when the last one has come."""
@@ -189,9 +186,9 @@ class Bench:
         """One for all numbers of samples: its weights take memory."""
         if variant not in self._assemblies:
             stage = self._stage(variant)
-            rows = variant.ranks // variant.tp
+            rows = variant.parts_of_a_batch
             needed = needed_groups([stage], rows, self._layered.ties, GPIPE, sums_rows=sums_rows(self._layered))
-            pool = GroupPool(needed, self._settings.device)
+            pool = self._pools[variant] = GroupPool(needed, self._settings.device)
             mine = RankStage(plan=stage, stages=[stage], portions=Portions(stage.strategies, rows), rank=0)
             # What is around the blocks of an unknown family is changed where it is: it needs a model of its own.
             around = isinstance(self._layered.layers[variant.index], Embedding | Bridge | Head)
@@ -211,18 +208,29 @@ class Bench:
         """Random activations, the micro-batch they belong to, and how many targets that has."""
         generator = torch.Generator().manual_seed(0)
         variant, samples = probe.variant, probe.samples
-        rows = samples * (variant.ranks // variant.tp)
-        batch = self._layered.example(rows, probe.tokens(self._model.training.sequence_length), generator)
+        rows = samples * variant.parts_of_a_batch
+        batch = self._layered.example(rows, self._model.training.sequence_length, generator)
         needs = [self._layered.layers[variant.index].inputs]
-        portions = Portions(self._stage(variant).strategies, rows)
+        stage = self._stage(variant)
+        portions = Portions(stage.strategies, rows)
         reader = Reader(self._layered, needs, portions, 0, micro_batches=1, settings=self._settings)
+        reader.context_groups = self._names(variant)
         local = reader.local(batch)
-        parts = variant.tp if variant.sequence_parallel else 1
+        parts = variant.ulysses * (variant.tp if variant.sequence_parallel else 1)
         shapes = self._layered.carried(variant.index, local.shapes) if variant.index else ()
         tensors = tuple(
             self._random(number, samples, (shape[0] // parts, *shape[1:])) for number, shape in enumerate(shapes)
         )
         return tensors, local.micro_batches[0], local.targets
+
+    def _names(self, variant: Variant) -> Callable[[Portion], tuple[str, str]]:
+        pool, position = self._pools[variant], Position(self._stage(variant).ranks, 0)
+
+        def names(portion: Portion) -> tuple[str, str]:
+            assert portion.context is not None
+            return pool.context_names(position, portion.context)
+
+        return names
 
     def _random(self, number: int, samples: int, shape: tuple[int, ...]) -> Tensor:
         """A layer's input of that number. It is only read, so all runs have it in one place; ask for the most samples

@@ -2,8 +2,9 @@
 
 Tensors are (rows, heads, tokens, width); several heads of queries may share one of keys and values. Queries see all
 keys, or along the diagonal each itself and those before it: what documents and padding hide is cut off before
-(:mod:`galvatron.runtime.context.cuts`). On GPUs PyTorch's flash kernel computes it; everywhere else plain products do,
-a strip of queries at a time, so that no map of all scores ever exists.
+(:mod:`galvatron.runtime.context.cuts`). On GPUs cuDNN's kernel computes it where PyTorch would take that for a whole
+sequence, else PyTorch's flash kernel; everywhere else plain products do, a strip of queries at a time, so that no map
+of all scores ever exists.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 __all__ = ["attend", "attend_backward", "merge", "nothing_yet"]
 
@@ -20,8 +22,18 @@ _STRIP_CELLS = 1 << 25
 _WIDEST_FLASH = 256
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The weighted values (rows, heads, queries, width) and the log-sum-exp (rows, heads, queries) of the scores."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, diagonal: bool, scale: float, regular: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The weighted values (rows, heads, queries, width) and the log-sum-exp (rows, heads, queries) of the scores.
+
+    ``regular``: tensors have the same shapes again and again, for each of which cuDNN makes a plan that takes a while.
+    """
+    if regular and _cudnn(query, key, value, diagonal=diagonal, scale=scale):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, diagonal, False, scale=scale
+        )
+        return found[0], found[1][..., 0]
     if _flash(query, value):
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, diagonal, False, scale=scale)
         return found[0], found[1]
@@ -42,13 +54,22 @@ def attend_backward(
     *,
     diagonal: bool,
     scale: float,
+    regular: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. ``result``: of all keys, these and those of other blocks, because shares are
     relative to all."""
     query, key, value = tensors
     output, lse = result
+    # Kernels take the log-sum-exp as one piece, and states of a generator, of which they take no notice here.
+    if regular and _cudnn(query, key, value, diagonal=diagonal, scale=scale):
+        taken = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()[..., None]
+        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        lengths = None, None, query.shape[2], key.shape[2]
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *taken, state, state, None, *lengths, 0.0, diagonal, scale=scale
+        )
+        return found[0], found[1], found[2]
     if _flash(query, value):
-        # The kernel takes the log-sum-exp as one piece, and states of a generator, of which it takes no notice here.
         taken = gradient.contiguous(), query, key, value, output.contiguous(), lse.contiguous()
         states = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -87,6 +108,16 @@ def merge(total: tuple[Tensor, Tensor], tokens: slice, block: tuple[Tensor, Tens
     output[:, :, tokens] *= torch.exp(before - after)[..., None]
     output[:, :, tokens] += block[0].to(output.dtype) * torch.exp(own - after)[..., None]
     lse[:, :, tokens] = after
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, *, diagonal: bool, scale: float) -> bool:
+    """Whether PyTorch's own attention would take cuDNN's kernel for these."""
+    if not query.is_cuda:
+        return False
+    chosen = torch._fused_sdp_choice(
+        query, key, value, None, 0.0, diagonal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _flash(query: Tensor, value: Tensor) -> bool:

@@ -97,7 +97,7 @@ def _node(tensors: list[Tensor], runs: Tensor | None, ring: str, causal: bool, s
     for step in range(ranks.size):
         passing = ranks.pass_on(held) if step + 1 < ranks.size else None
         for cut in tokens.cuts(ranks.rank, ranks.before(step), runs, causal=causal):
-            found = attend(*cut.of(query, (held[0], held[1])), diagonal=cut.diagonal, scale=scale)
+            found = attend(*cut.of(query, (held[0], held[1])), diagonal=cut.diagonal, scale=scale, regular=runs is None)
             merge((output[cut.rows], lse[cut.rows]), cut.queries, found)
         if passing is not None:
             held = passing.result()
@@ -128,8 +128,9 @@ def _backward_node(
         for cut in tokens.cuts(ranks.rank, ranks.before(step), runs, causal=causal):
             outer, *result = (tensor[cut.rows, :, cut.queries] for tensor in (gradient, output, lse))
             by_cut, *found = attend_backward(
-                outer, cut.of(query, (held[0], held[1])), (result[0], result[1]), diagonal=cut.diagonal, scale=scale
-            )
+                outer, cut.of(query, (held[0], held[1])), (result[0], result[1]),
+                diagonal=cut.diagonal, scale=scale, regular=runs is None,
+            )  # fmt: skip
             by_query[cut.rows, :, cut.queries] += by_cut
             parts.append((cut, found))
         if coming is not None:

@@ -96,6 +96,11 @@ class GroupPool:
         """A group that this rank is in."""
         return None if len(key.ranks) == 1 else self._groups[key]
 
+    def context_names(self, position: Position, layout: Layout) -> tuple[str, str]:
+        """Names of the ring and of Ulysses' group that a rank is in where sequences are divided so; empty: of none."""
+        ring, ulysses = (self.group(key) for key in context_groups(position, layout))
+        return "" if ring is None else ring.group_name, "" if ulysses is None else ulysses.group_name
+
 
 def _connect(group: ProcessGroup, device: torch.device) -> None:
     """NCCL connects a group when it is made, or, where the program did not name its device to PyTorch, when all members
