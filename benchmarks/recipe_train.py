@@ -75,7 +75,7 @@ def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
         found["cluster"] = made["cluster"]
     traced = out / "trace-rank0.json"
     if traced.exists():
-        found["kernels"] = _kernels(traced)
+        found["step"] = _kernels(traced)
     shutil.rmtree(out, ignore_errors=True)  # checkpoints are large
     return found
 
@@ -90,14 +90,43 @@ def _galvatron(arguments: list[str], begin: float, log: list[tuple[float, str]])
     return process.returncode
 
 
-def _kernels(trace: Path) -> dict[str, tuple[int, float]]:
-    """How often the kernels ran that took longest, and their seconds together."""
+def _kernels(trace: Path) -> dict[str, Any]:
+    """Seconds of a step on the GPU: the whole, with nothing running, and of the kernels that took longest how often
+    they ran, how long together, and how long of it (communication alone) nothing was computed."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     own = [event for event in events if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
-    times, seconds = Counter(event["name"][:120] for event in own), Counter[str]()
-    for event in own:
-        seconds[event["name"][:120]] += event["dur"] / 1e6
-    return {name: (times[name], round(took, 4)) for name, took in seconds.most_common(40)}
+    spans = {place: (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for place, event in enumerate(own)}
+    sends = {place for place, event in enumerate(own) if event["name"].startswith("nccl")}
+    times, seconds, alone = Counter[str](), Counter[str](), Counter[str]()
+    busy = _joined([spans[place] for place in spans if place not in sends])
+    for place, event in enumerate(own):
+        name = event["name"][:100]
+        times[name] += 1
+        seconds[name] += spans[place][1] - spans[place][0]
+        if place in sends:
+            begin, end = spans[place]
+            alone[name] += end - begin - sum(max(0.0, min(end, to) - max(begin, at)) for at, to in busy)
+    any_work = _joined(list(spans.values()))
+    whole = any_work[-1][1] - any_work[0][0]
+    return {
+        "whole": round(whole, 4),
+        "idle": round(whole - sum(to - at for at, to in any_work), 4),
+        "computing": round(sum(to - at for at, to in busy), 4),
+        "kernels": {
+            name: (times[name], round(took, 4), round(alone[name], 4)) for name, took in seconds.most_common(40)
+        },
+    }
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time, those that overlap made one."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def main() -> None:
