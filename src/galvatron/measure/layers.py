@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile
-from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerTime, ModelProfile, ModelSpec
+from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerSpec, LayerTime, ModelProfile, ModelSpec
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -127,12 +127,17 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
     forward, backward = (
         {probe: findings.sustained * reading.seconds for probe, reading in part.items()} for part in parts
     )
+    kinds = {kind.name: kind for kind in model.kinds}
     return ModelProfile(
         name=f"{model.name} on {findings.device}"[:100],
         times=tuple(_time(variant, forward, backward) for variant in variants),
-        memory=tuple(_memory(variant, weighed) for variant, weighed in findings.memory.items() if not variant.grade),
+        memory=tuple(
+            _memory(variant, weighed, kinds[variant.layer])
+            for variant, weighed in findings.memory.items()
+            if not variant.grade
+        ),
         grades=tuple(
-            _grade(variant, weighed, forward, backward)
+            _grade(variant, _memory(variant, weighed, kinds[variant.layer]), forward, backward)
             for variant, weighed in findings.memory.items()
             if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
         ),
@@ -207,7 +212,7 @@ def _recompute_s(variant: Variant, forward: dict[LayerProbe, float], backward: d
 
 def _grade(
     variant: Variant,
-    weighed: Sequence[LayerBytes],
+    kept: LayerMemory,
     forward: dict[LayerProbe, float],
     backward: dict[LayerProbe, float],
 ) -> LayerGrade:
@@ -229,7 +234,7 @@ def _grade(
         grade=variant.grade,
         share=_rounded(min(max(line.slope, 0.0) / max(whole.slope, _LEAST_S), 100.0)),
         fixed_s=_rounded(max(line.fixed, 0.0)),
-        activation_bytes=_memory(variant, weighed).activation_bytes,
+        activation_bytes=kept.activation_bytes,
     )
 
 
@@ -238,16 +243,27 @@ def _typical(differences: Iterable[float]) -> float:
     return _rounded(max(statistics.median(known), 0.0)) if known else 0.0
 
 
-def _memory(variant: Variant, weighed: Sequence[LayerBytes]) -> LayerMemory:
+def _memory(variant: Variant, weighed: Sequence[LayerBytes], kind: LayerSpec) -> LayerMemory:
     few, many = weighed
     more = many.samples - few.samples
+    saved = (many.saved - few.saved) / more - _dividing_bytes(variant, kind)
     return LayerMemory(
         layer=variant.layer,
-        activation_bytes=int(max(many.saved - few.saved, 0) / more),
+        activation_bytes=int(max(saved, 0)),
         transient_bytes=int(max(many.transient - few.transient, 0) / more),
         tp=variant.tp,
         sequence_parallel=variant.sequence_parallel,
     )
+
+
+def _dividing_bytes(variant: Variant, kind: LayerSpec) -> float:
+    """What a layer saves of one sample only because it is divided, which the planner adds where it is."""
+    context = kind.context
+    if variant.ulysses == 1 or context is None:
+        return 0.0
+    split = variant.tp if kind.tensor_parallel is not None else 1
+    exchanged = context.query_bytes + context.key_value_bytes if variant.grade else 0
+    return (context.query_bytes + exchanged) / split
 
 
 def _rounded(value: float) -> float:

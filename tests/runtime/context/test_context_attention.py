@@ -246,6 +246,7 @@ def _alone(size: int, tensors: list[Tensor], causal: bool, runs: Tensor | None) 
 _GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
+@pytest.mark.filterwarnings("ignore:.*no current CUDA context")  # of backward's thread, once
 @pytest.mark.parametrize("masked", ["", "documents", "padding"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("device", ["cpu", _GPU])
