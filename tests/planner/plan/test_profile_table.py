@@ -20,3 +20,13 @@ def test_a_least_time_is_shown_where_it_matters() -> None:
     shown = _shown(LayerTime(**line, forward_least_s=9e-3))  # type: ignore[arg-type]
     assert "2 ms + 1 ms, at least 9 ms" in shown.replace(".00", "")
     assert "at least" not in _shown(LayerTime(**line, forward_least_s=2e-3))  # type: ignore[arg-type]
+
+
+def test_ways_to_split_a_layer_are_told_apart() -> None:
+    line = {"layer": "head", "forward_s": 2e-3}
+    for way, expected in (
+        ({"fused_loss": True}, "1+fl"),
+        ({"tp": 2, "sequence_parallel": True}, "2+sp"),
+        ({"ep": 4}, "1/ep4"),
+    ):
+        assert f" {expected} " in _shown(LayerTime(**line, **way))  # type: ignore[arg-type]

@@ -126,10 +126,13 @@ def profile_view(profile: ModelProfile) -> RenderableType:
         fixed = [0.0 if one is None else one for one in (time.forward_fixed_s, time.backward_fixed_s)]
         slopes = [time.forward_s, time.forward_s * time.backward_ratio]
         least = [time.forward_least_s, time.backward_least_s]
-        memory = profile.memory_of(time.layer, time.tp, sequence_parallel=time.sequence_parallel)
+        memory = None  # weighed where nothing but TP splits a layer
+        if time.ep == 1 and not time.fused_loss:
+            memory = profile.memory_of(time.layer, time.tp, sequence_parallel=time.sequence_parallel)
+        switches = (("+sp", time.sequence_parallel), ("+fl", time.fused_loss), (f"/ep{time.ep}", time.ep > 1))
         table.add_row(
             time.layer,
-            f"{time.tp}{'+sp' if time.sequence_parallel else ''}",
+            f"{time.tp}{''.join(text for text, given in switches if given)}",
             *map(_line, slopes, fixed, least),
             "–" if memory is None else format_bytes(memory.activation_bytes),
             "–" if memory is None else format_bytes(memory.transient_bytes),
