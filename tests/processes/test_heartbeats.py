@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,38 @@ def test_a_process_knows_where_it_is() -> None:
     where, waiting = where_am_i()
     assert where.startswith("test_a_process_knows_where_it_is (test_heartbeats.py:")
     assert not waiting
+
+
+class _Tensor:
+    """Something large."""
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_asking_where_a_thread_is_keeps_nothing_of_it_alive(by_itself: bool) -> None:
+    """What a function had is gone when it ends: a gigabyte of logits must not wait for the garbage collector because a
+    heartbeat was sent meanwhile."""
+    there, asked = threading.Event(), threading.Event()
+    alive: list[weakref.ref[_Tensor]] = []
+
+    def computing() -> None:
+        logits = _Tensor()
+        alive.append(weakref.ref(logits))
+        there.set()
+        if by_itself:
+            where_am_i()
+        asked.wait(30)
+
+    thread = threading.Thread(target=computing)
+    gc.disable()
+    try:
+        thread.start()
+        there.wait(30)
+        where_am_i()
+        asked.set()
+        thread.join()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def _called(*files: str, inside: Callable[[], None]) -> Callable[[], None]:

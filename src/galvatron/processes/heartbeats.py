@@ -135,6 +135,9 @@ def where_am_i() -> tuple[str, bool]:
     for the process, else one that writes.
     """
     frames = sys._current_frames()
+    # Not this function's own frame, which has ``frames``: both would keep each other, and all that functions of other
+    # threads have at hand, such as logits, until the garbage collector comes.
+    frames[threading.get_ident()] = sys._getframe(1)
     main = threading.main_thread().ident
     speaks = frames.get(main) if main is not None else None
     for thread, frame in frames.items():
