@@ -193,8 +193,16 @@ def test_who_waits_for_the_sum_is_told() -> None:
         def wait(self) -> None:
             seen.append(where_am_i())
 
+    class Passing:
+        def result(self) -> None:
+            finish([cast("Any", Work())])
+
     def reading_the_loss() -> None:
         finish([cast("Any", Work())])
 
+    def attending_over_a_ring() -> None:
+        Passing().result()
+
     reading_the_loss()
-    assert seen == [("reading_the_loss", True)]
+    attending_over_a_ring()
+    assert seen == [("reading_the_loss", True), ("attending_over_a_ring", True)]

@@ -16,8 +16,8 @@ from types import FrameType
 __all__ = ["Heartbeat", "LastSeen", "Verdict", "describe", "judge", "this_machine", "where_am_i"]
 
 _WAITING_IN = ("torch/distributed/", "galvatron/runtime/collectives.py", "galvatron/runtime/pipeline/transfer.py")
-_WAITS_FOR_OTHERS = "finish"
-"""A function of the collectives: its caller is named, which says what is waited for."""
+_WAITS_FOR_OTHERS = ("finish", "result")
+"""Functions that wait for anything: their caller is named, which says what is waited for."""
 _SAVING_IN = ("torch/distributed/checkpoint/", "galvatron/train/checkpoints/")
 """Where a rank works, though it was called from torch.distributed; it waits in the collectives inside."""
 _UNTELLING = ("torch/distributed/c10d_logger.py", "galvatron/processes/heartbeats.py", "galvatron/processes/watch.py")
@@ -146,8 +146,8 @@ def where_am_i() -> tuple[str, bool]:
                 speaks = frame if thread != main else speaks
                 break
             if any(part in each.f_code.co_filename for part in _WAITING_IN):
-                who = each.f_back if each.f_code.co_name == _WAITS_FOR_OTHERS and each.f_back else each
-                return who.f_code.co_name, True
+                callers = (who for who in _outwards(each) if who.f_code.co_name not in _WAITS_FOR_OTHERS)
+                return next(callers, each).f_code.co_name, True
     innermost = next(_outwards(speaks), None)
     if innermost is None:
         return "nothing", False

@@ -64,13 +64,14 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
                 f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
                 f"{plan.model.name!r} says {kind.parameters:,}; it is a plan of another model: plan again for this one"
             )
+    planned_kinds = {kind.name: kind for kind in plan.model.kinds}
     for number, stage in enumerate(plan.stages):
         for place, layer in enumerate(stage.layers):
             field = f"stages[{number}].layers[{place}].strategy ({layer.layer})"
             strategy = Strategy.parse(layer.strategy)
             _check_sequence(layered, field, strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
-            _check_context(layered, layer.index, field, strategy)
+            _check_context(layered, layer.index, field, strategy, planned_kinds[layer.layer])
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
                 raise InvalidInput(
@@ -138,14 +139,19 @@ def _check_sequence(layered: LayeredModel, field: str, strategy: Strategy) -> No
         )
 
 
-def _check_context(layered: LayeredModel, index: int, field: str, strategy: Strategy) -> None:
-    """Heads are counted, and lengths divided, when they are there."""
-    reason = layered.why_undivided(index) if strategy.context_factors else None
+def _check_context(layered: LayeredModel, index: int, field: str, strategy: Strategy, kind: LayerSpec) -> None:
+    """``kind``: as the plan has it. Batches of other lengths than planned are checked when they come."""
+    if not strategy.context_factors:
+        return
+    reason = layered.why_undivided(index)
     if reason is not None:
         raise InvalidInput(
             f"{field}: {str(strategy)!r} divides sequences, but {reason}; plan without context parallelism "
             "(--no-context-parallel)"
         )
+    problem = None if kind.context is None else kind.context.problem(strategy)
+    if problem is not None:
+        raise InvalidInput(f"{field}: {str(strategy)!r} cannot divide its sequences: {problem}")
 
 
 def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:

@@ -30,6 +30,7 @@ from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
 from galvatron.families.context import CONTEXT_ATTENTION, ContextMask, given_mask, sliced
 from galvatron.families.registry import layered_model
+from galvatron.runtime.checks import check_model
 from galvatron.runtime.context.attention import context_attention
 
 
@@ -37,6 +38,21 @@ from galvatron.runtime.context.attention import context_attention
 def test_families_that_cannot(family: str) -> None:
     layered = layered_model(build_meta(config(family), Training(dropout=False)))
     assert all(layered.why_undivided(index) for index in range(len(layered.layers)))
+
+
+def test_a_plan_that_divides_heads_too_far() -> None:
+    """Somebody's edited plan file: refused when the model is there, before any process sends a message."""
+    case = ContextCase(config=config("llama"), stages=[["ulysses2"] * 4])
+    plan = plan_for(case)
+    (stage,) = plan.stages
+    edited = replace(
+        stage, devices=tuple(range(8)), layers=tuple(replace(own, strategy="ulysses8") for own in stage.layers)
+    )
+    layered = layered_model(build_meta(config("llama"), plan.model.training))
+    check_model(plan, layered)
+    with pytest.raises(InvalidInput, match=r"stages\[0\]\.layers\[1\].*'ulysses8' cannot divide.*heads") as caught:
+        check_model(replace(plan, stages=(edited,)), layered)
+    assert "keys and values" in str(caught.value)
 
 
 def _lengths(case: ContextCase, plan: galvatron.Plan, folder: Any, batch: dict[str, Tensor]) -> list[str]:
