@@ -170,7 +170,9 @@ class _Keeping(TorchDispatchMode):
         results = self._results.made
         if str(function).startswith(f"galvatron.{SENT}"):
             for place, (before, kept) in enumerate(results):
-                if isinstance(kept, _Kept) and _storage(kept.tensor) == _storage(args[0]):
+                # All of it: of queries, keys and values that one product makes, others read what is not sent here.
+                sent = isinstance(kept, _Kept) and kept.tensor.numel() == args[0].numel()
+                if sent and _storage(kept.tensor) == _storage(args[0]):
                     results[place] = before, _Unread(kept.tensor.shape, kept.tensor.new_empty(0))
         results.append((function, tree_map(lambda own: _Kept.of(own) if isinstance(own, Tensor) else own, made)))
 

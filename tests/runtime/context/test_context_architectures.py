@@ -40,6 +40,7 @@ _DIVIDED: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **_SMALL, "num_key_value_heads": 4, **_LATENT},
     "OlmoForCausalLM": {"model_type": "olmo", **_GROUPED},
     "GemmaForCausalLM": {"model_type": "gemma", **_GROUPED, "head_dim": 16},
+    "Phi3ForCausalLM": {"model_type": "phi3", **_GROUPED, "sliding_window": None, "pad_token_id": 0},
 }
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "MistralForCausalLM": ({"model_type": "mistral", **_GROUPED}, "a sliding window"),
@@ -94,6 +95,15 @@ def test_divided(name: str) -> None:
     text = json.dumps({**_DIVIDED[name], "architectures": [name]})
     stages = [["ring2-ulysses2", "ring4", "dp2-ulysses2", "ring2-ulysses2"]]
     assert set(ranks(4).run(_difference, text, stages)) == {None}
+
+
+@pytest.mark.parametrize("way", ["ulysses2", longer("ring2")])
+@pytest.mark.parametrize("name", [own if own == "Phi3ForCausalLM" else longer(own) for own in _DIVIDED])
+def test_divided_and_recomputed_in_part(name: str, way: str) -> None:
+    """Phi-3 makes queries, keys and values in one product: where values are exchanged, queries are still needed."""
+    text = json.dumps({**_DIVIDED[name], "architectures": [name]})
+    stages = [[way, f"{way}+rs", f"{way}+ra", way]]
+    assert set(ranks(2).run(_difference, text, stages)) == {None}
 
 
 _LEAN = ("MistralForCausalLM", "Qwen2MoeForCausalLM", "Phi3ForCausalLM")
