@@ -1,11 +1,12 @@
 """Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
 
-    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 > cases.jsonl
+    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context] > cases.jsonl
 
 Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
 ``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
 ``refused``: a :class:`galvatron.GalvatronError` said why. ``different`` and ``error`` are defects, and end with exit
-status 1. Ranks are started once for all cases.
+status 1. Ranks are started once for all cases. ``--context`` divides sequences over ranks in most layers, of other
+models.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.nn import functional
 
 import galvatron
 from galvatron.core.errors import GalvatronError
-from galvatron.core.spec import Attention, Kind, LayerSpec, Strategy, Training
+from galvatron.core.spec import Attention, Context, Kind, LayerSpec, Strategy, Training
 from galvatron.families.build import without_weights
 from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
@@ -40,6 +41,7 @@ from galvatron.runtime.unpriced import facts_of, unpriced
 __all__ = ["Drawn", "Outcome", "draw", "fuzz"]
 
 _SPACE = Space(name="full", title="", switches=EXTENDED)
+_DIVIDED = Space(name="full", title="", switches=replace(EXTENDED, context_parallel=True))
 _WORLDS = (1, 2, 4, 4, 4, 8)
 _CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 """Stock models compute norms in fp32 inside, which other orders of sums move by rounding."""
@@ -119,6 +121,28 @@ _MODELS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         },
     ),
 }  # fmt: skip
+_LATENT = {
+    "q_lora_rank": (16, None), "kv_lora_rank": (16,), "qk_rope_head_dim": (8,), "qk_nope_head_dim": (8,),
+    "v_head_dim": (8, 16), "n_routed_experts": (4,), "num_experts_per_tok": (2,), "n_group": (1,), "topk_group": (1,),
+    "first_k_dense_replace": (0, 1), "moe_intermediate_size": (24,),
+}  # fmt: skip
+_ROOM = {"max_position_embeddings": (64,)}
+_DECODERS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
+    "BertForMaskedLM": ("bert", {**_MODELS["BertForMaskedLM"][1], **_ROOM}),
+    "GPT2LMHeadModel": ("gpt2", {**_MODELS["GPT2LMHeadModel"][1], "n_positions": (64,)}),
+    "LlamaForCausalLM": ("llama", {**_LLAMA, **_ROOM}),
+    "Qwen3ForCausalLM": ("qwen3", {**_LLAMA, **_ROOM, "head_dim": (8,)}),
+    "MistralForCausalLM": ("mistral", {**_LLAMA, "sliding_window": (None,)}),
+    "Phi3ForCausalLM": ("phi3", {**_LLAMA, "sliding_window": (None,), "pad_token_id": (0,), "eos_token_id": (1,)}),
+    "GPTNeoXForCausalLM": ("gpt_neox", {**_BERT, **_ROOM, "use_parallel_residual": (True, False)}),
+    "GemmaForCausalLM": ("gemma", {**_LLAMA, "head_dim": (8,)}),
+    "MixtralForCausalLM": ("mixtral", {**_LLAMA, "sliding_window": (None,), "num_local_experts": (4,)}),
+    "DeepseekV3ForCausalLM": (
+        "deepseek_v3",
+        {**_LLAMA, "num_key_value_heads": (4,), "num_attention_heads": (4,), **_LATENT},
+    ),
+}
+"""Models whose sequences can be divided, for ``--context``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +168,12 @@ class Drawn:
     accumulate: int
     evaluate: bool
     steps: int = 2
+    context: bool = False
+    """Sequences are divided over ranks in most layers."""
+
+    @property
+    def family(self) -> str:
+        return _models(context=self.context)[self.stock][0]
 
     @property
     def devices(self) -> int:
@@ -162,21 +192,27 @@ class Outcome:
     drawn: dict[str, Any]
 
 
-def draw(seed: int, most: int = 8) -> Drawn:
+def _models(*, context: bool) -> dict[str, tuple[str, dict[str, tuple[Any, ...]]]]:
+    return _DECODERS if context else _MODELS
+
+
+def draw(seed: int, most: int = 8, *, context: bool = False) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
-    stock = dice.choice(list(_MODELS))
-    switches = tuple((name, dice.choice(values)) for name, values in _MODELS[stock][1].items())
-    world = dice.choice([own for own in _WORLDS if own <= most])
-    degree = dice.choice([own for own in (1, 1, 2, 4) if world % own == 0])
+    models = _models(context=context)
+    stock = dice.choice(list(models))
+    switches = tuple((name, dice.choice(values)) for name, values in models[stock][1].items())
+    world = dice.choice([own for own in _WORLDS if own <= most and (own > 1 or not context)])
+    degree = dice.choice([own for own in (1, 1, 2, 4) if world % own == 0 and (own < world or not context)])
     micro_batches = dice.choice([1, 2, 3]) if degree == 1 else dice.choice([degree, degree + 1])
-    each = dice.choice([1, 2]) * (world // degree)
+    each = dice.choice([1, 2]) * (1 if context and dice.random() < 0.5 else world // degree)
     case = Drawn(
         seed=seed, stock=stock, switches=switches, attention=dice.choice(["sdpa", "eager"]), stages=(),
         schedule=dice.choice(["gpipe", "1f1b"]), batch=each * micro_batches, micro_batches=micro_batches,
-        length=dice.choice([8, 8, 16, 16, 10]), padding=dice.random() < 0.5, positions=dice.random() < 0.3,
-        optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
+        length=dice.choice([16, 16, 32] if context else [8, 8, 16, 16, 10]), padding=dice.random() < 0.5,
+        positions=dice.random() < 0.3, optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
         clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
+        context=context,
     )  # fmt: skip
     layered = _layered(case)
     facts = facts_of(layered, _training(case), stock)
@@ -185,25 +221,41 @@ def draw(seed: int, most: int = 8) -> Drawn:
     degree = min(degree, count)
     cuts = sorted(dice.sample(range(1, count), degree - 1))
     chosen = [
-        _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each))
+        _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each, case.length), context=context)
         for index, layer in enumerate(layered.layers)
     ]
     parts = zip([0, *cuts], [*cuts, count], strict=True)
     return replace(case, stages=tuple(tuple(chosen[first:last]) for first, last in parts))
 
 
-def _strategy(dice: random.Random, layered: LayeredModel, index: int, kind: LayerSpec, sizes: tuple[int, int]) -> str:
+def _strategy(
+    dice: random.Random,
+    layered: LayeredModel,
+    index: int,
+    kind: LayerSpec,
+    sizes: tuple[int, int, int],
+    *,
+    context: bool,
+) -> str:
     """One that can run the layer: all trees of axes are equally likely, whatever flags they have."""
-    devices, rows = sizes
+    devices, rows, length = sizes
+    divides = context and layered.why_undivided(index) is None
+    config: Any = getattr(layered.model, "config", None)
+    heads = 0 if layered.layers[index].projection or not index else config.num_attention_heads
+    shared = heads and (getattr(config, "num_key_value_heads", None) or heads)
+    divided = Context(length=length, heads=heads, key_value_heads=shared)
+    fused = bool(heads) and config._attn_implementation == "sdpa"
     fitting: dict[str, list[Strategy]] = {}
-    for strategy in _SPACE.strategies(devices):
+    for strategy in (_DIVIDED if divides else _SPACE).strategies(devices):
         degree = strategy.degree(Kind.TP)
         if (
-            rows % strategy.data_degree == 0
+            (strategy.context_degree == 1 or divided.problem(strategy) is None)
+            and (strategy.context_degree > 1 or not strategy.zero3)
+            and rows % strategy.data_degree == 0
             and kind.allows_tensor_parallel(degree)
             and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
             and (not strategy.fused_loss or layered.layers[index].projection is not None)
-            and kind.allows_grade(strategy)
+            and (kind.allows_grade(strategy) or (context and fused))  # of unknown families nobody has counted them
             and not strategy.offload  # nothing of these sizes is worth it
         ):
             fitting.setdefault(str(Strategy(strategy.axes)), []).append(strategy)
@@ -215,12 +267,12 @@ def _strategy(dice: random.Random, layered: LayeredModel, index: int, kind: Laye
 
 def _training(case: Drawn) -> Training:
     attention = Attention.FUSED if case.attention == "sdpa" else Attention.EAGER
-    return Training(dropout=False, attention=attention)
+    return Training(dropout=False, attention=attention, sequence_length=case.length if case.context else None)
 
 
 def _model(case: Drawn) -> nn.Module:
     """The stock model with every parameter random, some of them frozen."""
-    kind, _ = _MODELS[case.stock]
+    kind = case.family
     known = transformers.AutoConfig.for_model(kind).to_dict()
     drops = {name: value for name, value in _DROPS.items() if name in known}
     config = transformers.AutoConfig.for_model(kind, **drops, **dict(case.switches))
@@ -229,6 +281,8 @@ def _model(case: Drawn) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         stock: Any = getattr(transformers, case.stock)
+        if case.family in ("mixtral", "deepseek_v3"):  # grouped products have no fp64
+            config._experts_implementation = "eager"
         model: nn.Module = stock._from_config(config, attn_implementation=case.attention).train()
         dice = random.Random(case.seed)
         with torch.no_grad():
@@ -265,7 +319,7 @@ def _batches(case: Drawn) -> list[dict[str, Tensor]]:
 
 def _pad(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
     ids, labels = batch["input_ids"], batch["labels"]
-    pad = {"roberta": 1}.get(_MODELS[case.stock][0], 0)
+    pad = {"roberta": 1}.get(case.family, 0)
     batch["input_ids"] = ids = torch.where(ids == pad, pad + 2, ids)  # which some models take for padding
     if case.padding:
         # A window that sees padding alone makes the stock model's own gradients NaN.
@@ -379,12 +433,12 @@ Run = Callable[..., list[Any]]
 """Calls a function with arguments on each of so many ranks: ``run(devices, function, *args)``."""
 
 
-def fuzz(seeds: Sequence[int], run: Run, most: int = 8) -> Iterator[Outcome]:
+def fuzz(seeds: Sequence[int], run: Run, most: int = 8, *, context: bool = False) -> Iterator[Outcome]:
     """What becomes of each seed's case."""
     for seed in seeds:
         began, drawn, kind = time.perf_counter(), {}, "error"
         try:
-            case = draw(seed, most)
+            case = draw(seed, most, context=context)
             drawn = asdict(case)
             given = _batches(case)
             found = run(case.devices, _together, case, _plan(case), given)
@@ -407,6 +461,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
     parser.add_argument("--workers", type=int, default=1, help="sets of ranks that run side by side")
     parser.add_argument("--most", type=int, default=8, help="devices of a case")
+    parser.add_argument("--context", action="store_true", help="divide sequences over ranks")
     parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slice is None and given.workers > 1:
@@ -419,7 +474,7 @@ def main() -> int:
     last = given.seed + given.cases
     seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
     counts: Counter[str] = Counter()
-    for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most):
+    for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, context=given.context):
         counts[outcome.kind] += 1
         print(json.dumps(asdict(outcome)), flush=True)
     print(json.dumps({"counts": counts}), file=sys.stderr)

@@ -16,14 +16,17 @@ _SHORT = (1, 7, 10, 13, 14, 18, 20)
 _PAIRS = (1, 2, 3, 4, 5, 6, 9, 11, 12, 14, 15, 18, 21, 22, 23, 24, 26, 28, 29, 31, 32, 33, 37, 39, 41, 42, 45, 46, 47,
           49, 55, 57, 58)  # fmt: skip
 """Cheap ones on two ranks at most, all 13 models among them."""
+_DIVIDED = (1, 2, 4, 7, 14, 22, 23, 27, 33, 35)
+"""… whose sequences are divided: of nine models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
 def _run(world: int, *args: Any) -> list[Any]:
     return ranks(world).run(*args)
 
 
-def _equal(seeds: tuple[int, ...], most: int = 4) -> None:
-    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in fuzz(seeds, _run, most) if own.kind != "equal"]
+def _equal(seeds: tuple[int, ...], most: int = 4, *, context: bool = False) -> None:
+    found = fuzz(seeds, _run, most, context=context)
+    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in found if own.kind != "equal"]
     assert not wrong, "\n".join(wrong)
 
 
@@ -34,6 +37,15 @@ def test_some_cases() -> None:
 @pytest.mark.parametrize("part", range(3))
 def test_cases_on_two_ranks(part: int) -> None:
     _equal(_PAIRS[part::3], most=2)
+
+
+def test_divided_sequences() -> None:
+    _equal(_DIVIDED, most=2, context=True)
+
+
+@pytest.mark.slow
+def test_more_divided_sequences() -> None:
+    _equal(tuple(range(40)), context=True)
 
 
 @pytest.mark.slow
