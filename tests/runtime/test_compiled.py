@@ -108,6 +108,21 @@ def test_dropout_draws_the_same_again(strategy: str) -> None:
     assert whole[0] != pytest.approx(found[0], rel=1e-3)
 
 
+def _dropped(given: Tensor, share: float) -> Tensor:
+    return torch.nn.functional.dropout(given, share) * share
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+def test_numbers_that_differ_from_layer_to_layer_are_compiled() -> None:
+    """PyTorch first takes another number for one that always changes, and then starts again: that is no failure."""
+    own = Compiler()
+    compiled = own.function(_dropped)
+    for share in (0.1, 0.2, 0.3):
+        compiled(torch.ones(8, requires_grad=True), share)
+    assert own.failures == []
+
+
 class _Gated(torch.nn.Module):
     """A small feed-forward part with attention before it."""
 

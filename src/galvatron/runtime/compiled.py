@@ -60,6 +60,7 @@ class Compiler:
 
     def _graph(self, grade: Grade | None, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Inductor, or the graph as it is where that fails."""
+        from torch._dynamo.exc import RestartAnalysis
         from torch._functorch import config as functorch
         from torch._inductor import config as inductor
         from torch._inductor.compile_fx import compile_fx
@@ -71,6 +72,8 @@ class Compiler:
             marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=_marks(grade))
             with _first_alone(graph, inputs), functorch.patch(force_non_lazy_backward_lowering=True), marks:
                 made: Any = compile_fx(graph, inputs)
+        except RestartAnalysis:
+            raise  # no failure: PyTorch makes the graph again, with a number that had changed as a constant
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             if reason not in self.failures:

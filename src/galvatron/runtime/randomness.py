@@ -78,6 +78,7 @@ class LayerRandomness:
         """Leaving it: the same numbers on all tensor-parallel ranks, unless they hold different tokens."""
         self._seed(self.tensor + 1 if self.sequence else 0)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else each call of it is compiled anew
     def _seed(self, who: int) -> None:
         if self._step is None:
             return
