@@ -142,7 +142,7 @@ def test_under_torchrun_its_processes_measure(cache: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert load_cluster(file).devices == 2
-    assert done.stdout.count("group of device 0") == 1
+    assert done.stdout.count("2-processes: ") == 1
 
 
 def test_under_torchrun_the_number_of_processes_is_torchruns(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

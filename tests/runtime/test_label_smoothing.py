@@ -59,7 +59,7 @@ def _case(family: str, *stages: list[str]) -> Case:
     [
         _case("llama", ["tp2", "tp2", "tp2+fl"]),
         replace(_case("bert", ["sdp2", "dp2", "tp2"]), padding=True),
-        longer(_case("gpt2", ["dp2", "sdp2", "dp2+fl"])),
+        longer(_case("gpt2", ["dp2", "sdp2", "dp2", "dp2+fl"])),
         longer(_case("vit", ["dp2", "sdp2", "sdp2"])),
         longer(replace(_case("llama", ["single"] * 2, ["single", "single"]), micro_batches=4, padding=True)),
     ],

@@ -21,6 +21,7 @@ from tied_oracle import price, sharers, split_over
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B
 from galvatron.planner.cost import GALVATRON, NEVER, PAPER_SYSTEMS, CostModel, Integers, StageCosts
 from galvatron.planner.search import Optimum, Problem, StageProblem, search
+from galvatron.planner.search.cuts import CutRule, balanced_cuts
 
 Rng = np.random.Generator
 ENOUGH = 1 << 50
@@ -246,6 +247,26 @@ def brute_search(
                 if best is None or batch * best.iteration_ns > best.batch * iteration:
                     best = BrutePlan(batch, degree, micro_batches, iteration)
     return best
+
+
+def rule_cuts(problem: Problem, rule: CutRule, batch: int, degree: int) -> Iterable[tuple[int, ...]]:
+    """The paper's guidelines by their definition: layers weigh what the rule says, but single ones beside repeated ones
+    nothing."""
+    model = problem.cost.model
+    names = [layer.name for layer in model.layers]
+    samples = batch / (problem.cost.cluster.devices // degree)
+    speed = problem.cost.cluster.device.flops_per_s(model.training.precision)
+    repeated = {name for name in names if names.count(name) > 1}
+    weights = []
+    for layer in model.layers:
+        by_rule = {
+            CutRule.LAYERS: 1.0,
+            CutRule.PARAMETERS: float(layer.parameters),
+            CutRule.MEMORY: 16 * layer.parameters + samples * layer.activation_bytes,
+            CutRule.TIME: layer.forward_flops / speed,
+        }
+        weights.append(by_rule[rule] if layer.name in repeated or not repeated else 0.0)
+    yield balanced_cuts(np.array(weights), degree)
 
 
 def check_plan(problem: Problem, optimum: Optimum) -> int:

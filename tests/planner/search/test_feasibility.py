@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from longer import longer
-from search_oracles import brute_search, random_expert_problem, random_problem
+from search_oracles import brute_search, random_expert_problem, random_problem, rule_cuts
 
 from galvatron.planner.search import CutRule, Feasibility, Problem, least_budget, peaks, search
 
@@ -28,7 +29,8 @@ def _wrong(problem: Problem) -> bool:
         return search(replace(problem, budget=1 << 43)) is not None
     if search(replace(problem, budget=least)) is None:
         return True
-    return brute_search(replace(problem, budget=least - 1)) is not None
+    cuts = None if problem.cuts is CutRule.EXACT else partial(rule_cuts, problem, problem.cuts)
+    return brute_search(replace(problem, budget=least - 1), cuts) is not None
 
 
 @pytest.mark.parametrize("trials", [12, longer(120)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -24,6 +23,7 @@ from search_oracles import (
     check_plan,
     limited,
     random_problem,
+    rule_cuts,
     stage_costs,
     stage_of,
 )
@@ -31,7 +31,7 @@ from search_oracles import (
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Kind, LayerSpec, ModelSpec, Schedule, Training
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Optimum, Problem, search
-from galvatron.planner.search.cuts import CutRule, balanced_cuts
+from galvatron.planner.search.cuts import CutRule
 from galvatron.planner.space import EXTENDED, PAPER, Space, Switches
 from table_search import all_cuts as table_cuts
 from table_search import table_search
@@ -256,28 +256,8 @@ def test_a_larger_space_is_never_slower(trials: int) -> None:
     assert rises > trials * 30 // 60
 
 
-def _rule_cuts(problem: Problem, rule: CutRule, batch: int, degree: int) -> Iterable[tuple[int, ...]]:
-    """The paper's guidelines by their definition: layers weigh what the rule says, but single ones beside repeated ones
-    nothing."""
-    model = problem.cost.model
-    names = [layer.name for layer in model.layers]
-    samples = batch / (problem.cost.cluster.devices // degree)
-    speed = problem.cost.cluster.device.flops_per_s(model.training.precision)
-    repeated = {name for name in names if names.count(name) > 1}
-    weights = []
-    for layer in model.layers:
-        by_rule = {
-            CutRule.LAYERS: 1.0,
-            CutRule.PARAMETERS: float(layer.parameters),
-            CutRule.MEMORY: 16 * layer.parameters + samples * layer.activation_bytes,
-            CutRule.TIME: layer.forward_flops / speed,
-        }
-        weights.append(by_rule[rule] if layer.name in repeated or not repeated else 0.0)
-    yield balanced_cuts(np.array(weights), degree)
-
-
 def _best_by_rule(problem: Problem, rule: CutRule) -> Fraction:
-    expected = brute_search(problem, lambda batch, degree: _rule_cuts(problem, rule, batch, degree))
+    expected = brute_search(problem, lambda batch, degree: rule_cuts(problem, rule, batch, degree))
     return Fraction(expected.batch, expected.iteration_ns) if expected else Fraction(0)
 
 
