@@ -241,7 +241,8 @@ def _strategy(
     devices, rows, length = sizes
     divides = context and layered.why_undivided(index) is None
     config: Any = getattr(layered.model, "config", None)
-    heads = 0 if layered.layers[index].projection or not index else config.num_attention_heads
+    attends = divides and index and not layered.layers[index].projection
+    heads = config.num_attention_heads if attends else 0
     shared = heads and (getattr(config, "num_key_value_heads", None) or heads)
     divided = Context(length=length, heads=heads, key_value_heads=shared)
     fused = bool(heads) and config._attn_implementation == "sdpa"
