@@ -134,7 +134,7 @@ def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
         bench = object.__new__(Bench)
         bench._settings = SimpleNamespace(compile=compiles)  # type: ignore[assignment]
         silent: Any = SimpleNamespace(rank=rank, local_world=world, report=lambda *_: None, meet=lambda: None)
-        bench._peers, bench._assemblies, bench._kept = silent, {}, {}
+        bench._peers, bench._assemblies, bench._pools, bench._kept = silent, {}, {}, {}
         bench.probe = probe  # type: ignore[method-assign]
         bench.compile_ahead(probes)
     if world == 1 or not compiles:
@@ -150,7 +150,7 @@ def _bench(lacks: Callable[[LayerProbe, int], bool]) -> Bench:
     """One whose device has too little memory for some probes, beside so many layers."""
     bench = object.__new__(Bench)
     bench._peers = SimpleNamespace(gather=lambda own: [own], rank=1, device=torch.device("cpu"))  # type: ignore[assignment]
-    bench._assemblies, bench._kept = {}, {}
+    bench._assemblies, bench._pools, bench._kept = {}, {}, {}
 
     def probe(asked: LayerProbe) -> Probe:
         bench._assemblies[asked.variant] = SimpleNamespace()  # type: ignore[assignment]

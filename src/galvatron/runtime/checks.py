@@ -151,7 +151,9 @@ def _check_context(layered: LayeredModel, index: int, field: str, strategy: Stra
         )
     problem = None if kind.context is None else kind.context.problem(strategy)
     if problem is not None:
-        raise InvalidInput(f"{field}: {str(strategy)!r} cannot divide its sequences: {problem}")
+        raise InvalidInput(
+            f"{field}: {str(strategy)!r} cannot divide its sequences: {problem}; take another degree, or plan again"
+        )
 
 
 def _check_degree(kind: LayerSpec, field: str, strategy: Strategy) -> None:

@@ -141,6 +141,7 @@ class Bench:
 
     def _drop(self, variant: Variant) -> None:
         self._assemblies.pop(variant, None)
+        self._pools.pop(variant, None)
         gc.collect()
         if self._peers.device.type == "cuda":
             torch.cuda.empty_cache()
