@@ -136,6 +136,9 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="add the GPU's seconds of the second step, by kernel")
     parser.add_argument("--out", default="benchmarks/results/recipe_train.jsonl")
     args = parser.parse_args()
+    unknown = [name for name in args.cases.split(",") if name not in _RUNS]
+    if unknown:
+        parser.error(f"cases: {unknown[0]!r} given; expected some of {', '.join(_RUNS)}")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases.split(","):
             found = _run(name, args.steps, Path(folder), trace=args.trace)
