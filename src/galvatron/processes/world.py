@@ -150,7 +150,8 @@ def claim_device(rank: int) -> torch.device:
     if device.type == "cuda":
         be_virtual(rank)
         if not any(name in os.environ for name in _ALLOCATOR):
-            os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+            # Not through the environment, which it reads when torch is imported.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(device)
     return device
 
