@@ -36,6 +36,7 @@ class Truth:
     fp32_flops_per_s: float = 1e12
     contention: float = 1.0
     overlap_slowdown: float = 1.25
+    message_contention: float = 2.75
     backend: str = "gloo"
 
     def ring(self, ranks: tuple[int, ...]) -> float:
@@ -66,6 +67,8 @@ class Truth:
             DeviceProbe.COMPUTE: 0.004,
             DeviceProbe.COMMUNICATE: 0.005,
             DeviceProbe.OVERLAP: 0.005 + (self.overlap_slowdown - 1) * 0.004,
+            DeviceProbe.EXCHANGE: 0.002,
+            DeviceProbe.SHARED: 0.002 * self.message_contention,
         }[probe]
 
 

@@ -31,6 +31,7 @@ def test_constants_are_recovered() -> None:
     assert cluster.device.layer_overhead_s == pytest.approx(3e-4, rel=ROUGHLY)
     assert cluster.overlap_slowdown == pytest.approx(1.25, rel=ROUGHLY)
     assert cluster.compute_contention == pytest.approx(2.0, rel=ROUGHLY)
+    assert cluster.message_contention == pytest.approx(2.75, rel=ROUGHLY)
     for strategy in ("dp4", "dp2-tp2", "tp2-dp2"):
         factors = Strategy.parse(strategy).factors(Kind.DP)
         for collective in Collective:
@@ -42,7 +43,8 @@ def test_constants_are_recovered() -> None:
 
 @pytest.mark.parametrize("measured", [0.7, 1.0])
 def test_nothing_is_faster_beside_something_else(measured: float) -> None:
-    assert cluster_of(findings(Truth(overlap_slowdown=measured))).overlap_slowdown == 1.0
+    cluster = cluster_of(findings(Truth(overlap_slowdown=measured, message_contention=measured)))
+    assert (cluster.overlap_slowdown, cluster.message_contention) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(("backend", "fragmentation"), [("nccl", 0.06), ("gloo", 0.0)])

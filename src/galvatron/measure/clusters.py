@@ -39,7 +39,7 @@ _HARDLY = 1.1
 """Contention up to this is noise: devices with hardware of their own."""
 _CLEARLY = 1.5
 """Factor by which a transfer alone must be faster than beside others for their link to be a shared one."""
-_MOST_SLOWDOWN = 4.0
+_MOST_SLOWDOWN, _MOST_CONTENTION = 4.0, 8.0
 _FASTEST, _SLOWEST = 1e15, 1e6
 """Bytes or operations a second that a cluster file can say."""
 
@@ -89,6 +89,7 @@ def cluster_of(findings: ClusterFindings) -> Cluster:
         fragmentation=_FRAGMENTATION if findings.backend == "nccl" else 0.0,
         overlap_slowdown=_slowdown(readings),
         compute_contention=_contention(findings, readings),
+        message_contention=_message_contention(readings),
         groups=_groups(lines),
         source=_source(findings, quality),
     )
@@ -153,6 +154,14 @@ def _slowdown(readings: Mapping[ClusterProbe, Reading]) -> float:
     shorter, longer = sorted(readings[probe].seconds for probe in (DeviceProbe.COMPUTE, DeviceProbe.COMMUNICATE))
     factor = 1 + (readings[DeviceProbe.OVERLAP].seconds - longer) / shorter
     return _rounded(min(max(factor, 1.0), _MOST_SLOWDOWN))
+
+
+def _message_contention(readings: Mapping[ClusterProbe, Reading]) -> float:
+    """By how much sums on their way slow an exchange down."""
+    if DeviceProbe.SHARED not in readings:
+        return Cluster.message_contention
+    factor = readings[DeviceProbe.SHARED].seconds / readings[DeviceProbe.EXCHANGE].seconds
+    return _rounded(min(max(factor, 1.0), _MOST_CONTENTION))
 
 
 def _groups(lines: Mapping[Shape, Line]) -> tuple[MeasuredGroup, ...]:

@@ -380,6 +380,7 @@ def test_figures_are_written_as_people_write_them(tmp_path: Path) -> None:
     assert tomllib.loads(written) == tomllib.loads(valid) | {
         "source": "",
         "compute_contention": 1.0,
+        "message_contention": 2.0,
         "fragmentation": 0.0,
     }
 

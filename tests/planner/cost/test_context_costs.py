@@ -114,12 +114,60 @@ def test_layers_without_attention_exchange_nothing() -> None:
      ("dp2-ulysses2", "dp4"), ("dp2-ring2+zero2", "dp4+zero2")],
 )  # fmt: skip
 def test_parameters_are_shared_over_context_as_over_data(context: str, data: str) -> None:
-    """Gradients, states and the optimizer's step are as with data parallelism over as many devices."""
-    one, other = _costs(context), _costs(data)
+    """Gradients, states and the optimizer's step are as with data parallelism over as many devices; layers without
+    attention exchange nothing that messages could slow down."""
+    plain = replace(BLOCK, context=Context(length=64))
+    one, other = _costs(context, layer=plain), _costs(data, layer=plain)
     for name in ("sync_s", "sdp_s", "optimizer_s"):
         assert _seconds(getattr(one, name)) == pytest.approx(_seconds(getattr(other, name))), name
     tables, others = (_tables(text) for text in (context, data))
     assert tables.state_bytes == others.state_bytes
+
+
+_C = 2 * B + 2 * H  # backward of two samples' worth of tokens
+_X = 2 * (3 / 4 * 8e-3 + 2 * LAT) + 2 * (3 / 4 * 2e-3 + 2 * LAT)  # Ulysses over four
+
+
+def _sum_s(layer: LayerSpec) -> float:
+    """What summing its gradients over four takes by itself: of data parallelism half of it shows, while it is short."""
+    hidden = _seconds(_costs("dp4", layer=layer).sync_s)
+    assert 0 < hidden < 0.5 * _C
+    return 2 * hidden
+
+
+def test_sums_slow_exchanges_down_while_they_last() -> None:
+    """Of a backward pass of computing and exchanging, the part beside the sums: there exchanges take twice as long, and
+    computing half as long again."""
+    small = replace(_LONG, parameters=3 * MB, replicated_parameters=1 * MB)
+    sums = _sum_s(small)
+    slower = sums / (_C + _X) * (_X + 0.5 * _C)
+    assert _seconds(_costs("ulysses4", layer=small).sync_s) == pytest.approx(slower)
+    assert _seconds(_costs("ulysses4", layer=small).cp_s) == pytest.approx(2 * _X), "exchanges alone stay what they are"
+
+
+def test_sums_slow_a_ring_down_where_attention_does_not_hide_it() -> None:
+    small = replace(_LONG, parameters=3 * MB, replicated_parameters=1 * MB)
+    sums, rest = _sum_s(small), _C - 3 / 4 * B + 3 * 13 / 4 * 1.5 * _TOUCH
+    alone = rest + overlap(3 / 4 * B, 3 * 2 * _PASS) + _PASS
+    slowed = rest + overlap(3 / 4 * B, 2 * 3 * 2 * _PASS) + 2 * _PASS + 0.5 * _C
+    assert _seconds(_costs("ring4", layer=small).sync_s) == pytest.approx(sums / alone * (slowed - alone))
+
+
+def test_sums_that_last_longer_are_waited_for() -> None:
+    """All exchanges wait for half of the link, as if sums and exchanges came one after the other."""
+    sums = 2 * (3 / 4 * 4 * _LONG.parameters / 1e9 + 2 * LAT)
+    assert sums > _C + _X
+    assert _seconds(_costs("ulysses4").sync_s) == pytest.approx(sums - 0.5 * _C)
+
+
+@pytest.mark.parametrize("measured", [1.0, 3.0])
+def test_a_cluster_says_how_much_slower_exchanges_are(measured: float) -> None:
+    small = replace(_LONG, parameters=3 * MB, replicated_parameters=1 * MB)
+    model = ModelSpec(name="toy", family="custom", layers=(small,) * 4, training=Training(precision=Precision.FP32))
+    cost = CostModel(model=model, cluster=replace(CLUSTER, message_contention=measured), conventions=GALVATRON)
+    found = cost.stage([Strategy.parse("ulysses4")], 1).layer_costs(np.array(8))
+    slower = _sum_s(small) / (_C + _X) * ((measured - 1) * _X + 0.5 * _C)
+    assert _seconds(found.sync_s) == pytest.approx(slower)
 
 
 def _tables(text: str, layer: LayerSpec = _LONG) -> Tables:

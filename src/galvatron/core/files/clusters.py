@@ -28,7 +28,8 @@ from galvatron.core.files.tables import (
     preset_names,
     whole,
 )
-from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, MeasuredGroup
+from galvatron.core.spec.cluster import Cluster, Collective, Level, MeasuredGroup
+from galvatron.core.spec.device import Device
 from galvatron.core.spec.figures import MOST_DEVICES
 from galvatron.core.units import format_bytes
 
@@ -110,6 +111,7 @@ _CLUSTER = Table(
         Key("fragmentation", "fragmentation", number(0, 0.5), "part of the other memory that is lost between tensors"),
         Key("overlap_slowdown", "overlap_slowdown", number(1, 4), "slowdown while computing and communicating at once"),
         Key("compute_contention", "compute_contention", number(1, 1024), "slowdown of a device while all compute"),
+        Key("message_contention", "message_contention", number(1, 8), "slowdown of exchanges beside other messages"),
         Key("device", "device", _DEVICE, "a [device] table that describes one accelerator"),
         Key("levels", "levels", _LEVEL, "[[levels]] tables, innermost first; for a single device levels = [] on top"),
         Key("groups", "groups", _GROUP, "[[groups]] tables of what was measured with groups, preferred to the levels"),

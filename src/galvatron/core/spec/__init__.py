@@ -1,6 +1,7 @@
 """Facts: models, clusters, strategies, schedules, optimizers, profiles. Imports nothing of the package but errors."""
 
-from galvatron.core.spec.cluster import Cluster, Collective, Device, Level, Link, MeasuredGroup, Roofline
+from galvatron.core.spec.cluster import Cluster, Collective, Level, Link, MeasuredGroup
+from galvatron.core.spec.device import Device, Roofline
 from galvatron.core.spec.layout import (
     Factor,
     Factors,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +33,11 @@ _ROWS, _HEADS = {"cpu": (4, 32), "cuda": (2, 512)}, 16
 _TURNS = 4
 """Of computing beside communication."""
 _TINY = 32
+_LASTING = 6
+"""How much longer than an exchange sums last that it is measured beside."""
+
+Works = list[dist.Work | None]
+"""Messages on their way."""
 
 
 def device_facts(peers: Peers) -> DeviceFacts:
@@ -179,22 +186,55 @@ def _overlap_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
         for _ in range(layers):
             layer()
 
-    def begin_sums() -> list[dist.Work | None]:
+    def begin_sums() -> Works:
         return [dist.all_reduce(message, async_op=True) for _ in range(sums)]
-
-    def end_sums(begun: list[dist.Work | None]) -> None:
-        for each in begun:
-            assert each is not None
-            each.wait()
 
     def both() -> None:
         begun = begin_sums()
         compute()
-        end_sums(begun)
+        _end(begun)
 
     yield DeviceProbe.COMPUTE, _waiting(_in_turns(compute), peers)
-    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: end_sums(begin_sums())), peers)
+    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: _end(begin_sums())), peers)
     yield DeviceProbe.OVERLAP, _waiting(_in_turns(both), peers)
+    yield from _exchange_probes(peers, message, sum_s)
+
+
+def _exchange_probes(peers: Peers, message: Tensor, sum_s: float) -> Iterator[tuple[DeviceProbe, Probe]]:
+    """An exchange in a group of its own, as in training: by itself, and while sums are on their way that last longer,
+    however much they slow it down."""
+    group = dist.new_group()
+    sent = message[: len(message) // peers.world * peers.world].clone()
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        _end([dist.all_to_all_single(received, sent, group=group, async_op=True)])
+
+    exchange_s = max(peers.gather(_seconds(exchange, peers)))
+    sums = math.ceil(_LASTING * exchange_s / sum_s)
+
+    def run(calls: int, sums: int) -> tuple[float, ...]:
+        total = 0.0
+        for _ in range(calls):
+            peers.wait_for_device()
+            peers.meet()
+            begun: Works = [dist.all_reduce(message, async_op=True) for _ in range(sums)]
+            started = time.perf_counter()
+            exchange()
+            if peers.device.type == "cuda":
+                torch.cuda.current_stream(peers.device).synchronize()  # the sums are on another
+            total += time.perf_counter() - started
+            _end(begun)
+        return (total,)
+
+    yield DeviceProbe.EXCHANGE, Probe(partial(run, sums=0), by_wall_clock=True)
+    yield DeviceProbe.SHARED, Probe(partial(run, sums=sums), by_wall_clock=True)
+
+
+def _end(begun: Works) -> None:
+    for each in begun:
+        assert each is not None
+        each.wait()
 
 
 def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:

@@ -59,6 +59,10 @@ class DeviceProbe(StrEnum):
     COMMUNICATE = "communicate"
     OVERLAP = "overlap"
     """The last two at the same time."""
+    EXCHANGE = "exchange"
+    """Of tokens for heads, over all devices, in a group of their own."""
+    SHARED = "shared"
+    """The same while sums over all devices are on their way."""
 
 
 ClusterProbe = GroupProbe | TransferProbe | DeviceProbe

@@ -34,7 +34,7 @@ from galvatron.planner.cost.communication import (
     reduce_scatter_s,
     transfer_s,
 )
-from galvatron.planner.cost.context import context_s
+from galvatron.planner.cost.context import Exchange, exchanges
 from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.inputs import CostInputs
@@ -184,34 +184,42 @@ class StageCosts:
             inside_backward = samples * layers.experts.backward_s + arrays.recompute * inside
             beside_forward = np.where(arrays.own, inside, forward)
             beside_backward = np.where(arrays.own, inside_backward, backward)
+        there, back = self._exchanges(samples)
+        forward_alone = self._pass_s(beside_forward, 0.0, there)
+        backward_alone = self._pass_s(beside_backward, 0.0, back)
         if conventions.gather_ahead:
-            forward_with_gather = self._overlapped_s(beside_forward, parameter_gather)
-            gather_exposed = self._overlapped_s(beside_forward, parameter_gather + zero2_gather) - forward_with_gather
+            forward_with_gather = self._pass_s(beside_forward, parameter_gather, there)
+            gather_exposed = self._pass_s(beside_forward, parameter_gather + zero2_gather, there) - forward_with_gather
         else:
-            forward_with_gather, gather_exposed = beside_forward + parameter_gather, zero2_gather
-        backward_with_scatter = self._overlapped_s(beside_backward, each_backward)
+            forward_with_gather, gather_exposed = forward_alone + parameter_gather, zero2_gather
+        backward_with_scatter = self._pass_s(beside_backward, each_backward, back)
 
         shard = trained / arrays.sdp.size
         sync = np.where(arrays.zero2 | ~trains, scatter_once, all_reduce_s(shard * GRADIENT_BYTES, arrays.dp))
-        sync_exposed = self._overlapped_s(beside_backward, each_backward + sync) - backward_with_scatter
+        sync_exposed = self._pass_s(beside_backward, each_backward + sync, back) - backward_with_scatter
         return LayerCosts(
             compute_s=forward + backward + waiting,
             tp_s=tp_s,
             ep_s=np.zeros((1, 1)),
-            cp_s=self._context_s(samples),
-            sdp_s=(forward_with_gather - beside_forward) + (backward_with_scatter - beside_backward),
+            cp_s=(forward_alone - beside_forward) + (backward_alone - beside_backward),
+            sdp_s=(forward_with_gather - forward_alone) + (backward_with_scatter - backward_alone),
             sync_s=gather_exposed + sync_exposed + self._tied_sync_s(),
             optimizer_s=computation.optimizer_s(trained, arrays, cluster.device, self.cost.optimizer),
         )
 
-    def _context_s(self, samples: Floats) -> Floats:
+    def _exchanges(self, samples: Floats) -> tuple[Exchange | None, Exchange | None]:
+        """What divided sequences add forward and backward; None: no strategy divides any."""
         layers, arrays = self._layers, self._arrays
         if (arrays.ring.size * arrays.ulysses.size).max() == 1:
-            return np.zeros((1, 1))
-        return context_s(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
+            return None, None
+        return exchanges(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
 
-    def _overlapped_s(self, compute_s: Floats, communicate_s: Floats) -> Floats:
-        return overlapped_s(compute_s, communicate_s, self.cost.cluster.overlap_slowdown)
+    def _pass_s(self, compute_s: Floats, messages_s: Floats | float, exchange: Exchange | None) -> Floats:
+        """A pass through a layer, with messages that hide behind its computation."""
+        cluster, messages = self.cost.cluster, np.asarray(messages_s)
+        if exchange is None:
+            return overlapped_s(compute_s, messages, cluster.overlap_slowdown)
+        return exchange.seconds(compute_s, messages, cluster)
 
     def _tied_sync_s(self) -> Floats:
         """Copies of tied weights in two stages sum their gradients once an iteration."""

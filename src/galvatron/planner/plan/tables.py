@@ -101,7 +101,8 @@ def links_view(cluster: Cluster) -> RenderableType:
     reserved = (
         f"memory: {format_bytes(cluster.reserved_bytes)} reserved a process{lost}\n"
         f"slowdown: {cluster.overlap_slowdown:g} while computing and communicating at once, "
-        f"{cluster.compute_contention:g} while all devices compute"
+        f"{cluster.compute_contention:g} while all devices compute, "
+        f"{cluster.message_contention:g} of an exchange beside other messages"
     )
     return Group(title, table, Text(reserved), Text(cluster.source, style="dim"))
 
