@@ -1,10 +1,11 @@
 """What messages and kernels take beside each other, on N virtual GPUs or CPU processes: are links shared, and by whom?
 
     python benchmarks/link_sharing.py --devices 8 --out results/link_sharing.jsonl
+    NCCL_COMM_SPLIT_SHARE_RESOURCES=0 python benchmarks/link_sharing.py      # virtual GPUs with a thread for each group
 
-The cost model hides the sums of gradients behind computation, slowed by one measured factor, and lets the exchanges of
-a divided sequence have the links for themselves. Here each is timed alone and beside another that lasts longer, in
-groups of their own as the runtime has them: ``exchange`` (Ulysses), ``pass`` (a ring), ``scatter`` and ``gather``
+The cost model slows the exchanges of a divided sequence by one factor, measured with the cluster, while gradients are
+summed or parameters gathered. Here each is timed alone and beside another that lasts longer, in groups of their own as
+the runtime has them: ``exchange`` (Ulysses), ``pass`` (a ring), ``scatter`` and ``gather``
 (ZeRO), ``attention`` and ``product`` (kernels). Results are JSON lines: ``alone_s``, ``beside_s`` and their ratio, of
 the slowest rank.
 """
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,12 @@ def _seconds(work: Work, count: int, device: Any, beside: Work | None = None, mo
         torch.cuda.synchronize()
     side = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
     held = []
-    if beside is not None:
-        if side is not None:
-            with torch.cuda.stream(side):
-                held = [beside() for _ in range(more)]
-        else:
-            held = [beside() for _ in range(more)]
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        for _ in range(more):
+            assert beside is not None
+            begun = beside()
+            if hasattr(begun, "wait"):  # of kernels, results are not kept: they would fill the device
+                held.append(begun)
     begin = time.perf_counter()
     if cuda:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -111,8 +113,7 @@ def _seconds(work: Work, count: int, device: Any, beside: Work | None = None, mo
         events[1].synchronize()
     took = events[0].elapsed_time(events[1]) / 1e3 if cuda else time.perf_counter() - begin
     for one in held:
-        if hasattr(one, "wait"):
-            one.wait()
+        one.wait()
     if cuda:
         torch.cuda.synchronize()
     worst = torch.tensor([took], dtype=torch.float64, device=device)
@@ -127,7 +128,8 @@ def _rank(spec: dict[str, Any]) -> None:
 
     join()
     device = own_device()
-    works = _works(device, spec["scale"])
+    every = _works(device, spec["scale"])
+    works = {name: every[name] for name in spec["works"] or every}
     alone = {}
     for name, work in works.items():
         _seconds(work, 2, device)
@@ -158,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
+    parser.add_argument("--works", default="", help="some of exchange,pass,scatter,gather,attention,product")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", default="benchmarks/results/link_sharing.jsonl")
     args = parser.parse_args()
@@ -167,8 +170,16 @@ def main() -> None:
 
     on_gpu = torch.cuda.is_available()
     with virtual_gpus(args.devices if on_gpu else None):
-        told, status = ask(Path(__file__), {"devices": args.devices, "scale": args.scale}, args.timeout)
-    facts = {"devices": args.devices, "scale": args.scale, "status": status, "torch": torch.__version__}
+        spec = {"devices": args.devices, "scale": args.scale, "works": [name for name in args.works.split(",") if name]}
+        told, status = ask(Path(__file__), spec, args.timeout)
+    threads = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
+    facts = {
+        "shared_threads": threads,
+        "devices": args.devices,
+        "scale": args.scale,
+        "status": status,
+        "torch": torch.__version__,
+    }
     with Path(args.out).open("a", encoding="utf-8") as file:
         for found in told:
             print(

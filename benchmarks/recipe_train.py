@@ -4,8 +4,9 @@
 
 Each case is one command from nothing: the machine and the model's layers are measured, a plan is made, and it trains.
 Long samples on eight parts of one GPU take long to measure, so their layers are measured without TP, by a command
-before. A line of the results has the command, its seconds, and the run's own report (predicted and measured time and
-memory); with ``--trace`` also the GPU's seconds on rank 0 in the second step, kernel by kernel.
+before, once for the cases of one length. A line of the results has the command, its seconds, and the run's own report
+(predicted and measured time and memory); with ``--trace`` also the GPU's seconds on rank 0 in the second step, kernel
+by kernel.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _RUNS: dict[str, dict[str, Any]] = {
     "virtual-64": {**_VIRTUAL, "batch": 64},
     "virtual-best": {**_VIRTUAL, "batch": None},
     **{
-        f"long-{length}k": {
-            **_VIRTUAL, "tokens": length * 1024, "batch": 1, "kind": ["--no-compile"],
+        f"long-{length}k{'-ulysses' if more else ''}": {
+            **_VIRTUAL, "tokens": length * 1024, "batch": 1, "kind": ["--no-compile"], "more": more,
             "measure": ["--tp-degrees", "1", "--rounds", "3"],
         }
-        for length in (64, 128, 256)
+        for length in (64, 128, 256) for more in ([], ["--forbid", "ring"])
     },
 }  # fmt: skip
 
@@ -44,7 +45,7 @@ def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODELS[case["model"]]), encoding="utf-8")
     kind = ["--sequence-length", str(case["tokens"]), "--no-dropout", *case.get("kind", ())]
-    options = [*case["options"], *kind, "--steps", str(steps)]
+    options = [*case["options"], *kind, *case.get("more", ()), "--steps", str(steps)]
     if case["batch"] is not None:
         options += ["--batch", str(case["batch"])]
     if "lora" in case:
@@ -55,14 +56,17 @@ def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
     begin = time.perf_counter()
     found: dict[str, Any] = {"case": name, "options": options, "log": log}
     if "measure" in case:
-        profile = folder / f"{name}.toml"
-        measure = [*case["options"][:2], *kind, *case["measure"], "--output", str(profile)]
-        status = _galvatron(["profile", "model", str(model), *measure], begin, log)
-        found |= {"measure": measure[:-2], "measure_status": status}
-        if status:
-            return found
+        profile = folder / f"{case['model']}-{case['tokens']}.toml"
+        if not profile.exists():
+            measure = [*case["options"][:2], *kind, *case["measure"], "--output", str(profile)]
+            status = _galvatron(["profile", "model", str(model), *measure], begin, log)
+            found |= {"measure": measure[:-2], "measure_status": status}
+            if status:
+                return found
         found["profile"] = profile.read_text(encoding="utf-8")
-    measured = ["--profile", str(folder / f"{name}.toml")] if "measure" in case else []
+        measured = ["--profile", str(profile)]
+    else:
+        measured = []
     found["status"] = _galvatron(["train", str(model), *options, *measured, "--out", str(out)], begin, log)
     found["seconds"] = time.perf_counter() - begin
     report = out / "report.json"

@@ -93,9 +93,9 @@ def be_virtual(rank: int) -> None:
     # One channel: more do not make sockets faster, but take multiprocessors from computing. One thread for the messages
     # of all groups: with one each, messages of two groups at once take up to nine times as long.
     os.environ.update(
-        NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1",
-        NCCL_COMM_SPLIT_SHARE_RESOURCES="1",
-    )  # fmt: skip
+        NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1"
+    )
+    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no GPU, as whoever uses it will say
