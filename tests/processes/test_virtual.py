@@ -85,7 +85,8 @@ def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     paced: list[int] = []
     monkeypatch.setattr("galvatron.processes.virtual.pace_connections", paced.append)
     _pace_links.cache_clear()
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS"):
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS",
+                 "NCCL_COMM_SPLIT_SHARE_RESOURCES"):  # fmt: skip
         monkeypatch.setenv(name, "as the user has it")
     be_virtual(3)
     assert os.environ["NCCL_HOSTID"] == "as the user has it"  # no virtual GPUs: none of our business
@@ -95,6 +96,7 @@ def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["NCCL_HOSTID"] == "virtual3"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_MAX_NCHANNELS"] == "1"
+    assert os.environ["NCCL_COMM_SPLIT_SHARE_RESOURCES"] == "as the user has it"  # to compare with
     be_virtual(3)
     assert len(paced) == 1  # and not twice
 
