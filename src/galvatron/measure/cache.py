@@ -44,7 +44,7 @@ def warn_if_noisy(source: str) -> None:
         )
 
 
-_VERSION = 14
+_VERSION = 15
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GALVATRON_VIRTUAL")
