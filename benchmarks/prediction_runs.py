@@ -87,6 +87,7 @@ def append(output: Path, name: str, plan: Plan, run: Run) -> None:
         "cluster": cluster.source,
         "contention": cluster.compute_contention,
         "slowdown": cluster.overlap_slowdown,
+        "message_contention": cluster.message_contention,
         "plan": name,
         "predicted_s": plan.iteration_s,
         "measured_s": run.iteration_s,

@@ -30,11 +30,12 @@ _RUNS: dict[str, dict[str, Any]] = {
     "virtual-64": {**_VIRTUAL, "batch": 64},
     "virtual-best": {**_VIRTUAL, "batch": None},
     **{
-        f"long-{length}k{'-ulysses' if more else ''}": {
+        f"long-{length}k{variant}": {
             **_VIRTUAL, "tokens": length * 1024, "batch": 1, "kind": ["--no-compile"], "more": more,
             "measure": ["--tp-degrees", "1", "--rounds", "3"],
         }
-        for length in (64, 128, 256) for more in ([], ["--forbid", "ring"])
+        for length in (64, 128, 256)
+        for variant, more in (("", []), ("-ulysses", ["--forbid", "ring"]), ("-ring", ["--forbid", "ulysses"]))
     },
 }  # fmt: skip
 

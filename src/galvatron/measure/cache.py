@@ -47,7 +47,13 @@ def warn_if_noisy(source: str) -> None:
 _VERSION = 15
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
-_SETTINGS = ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GALVATRON_VIRTUAL")
+_SETTINGS = (
+    "CUDA_VISIBLE_DEVICES",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GALVATRON_VIRTUAL",
+    "NCCL_COMM_SPLIT_SHARE_RESOURCES",
+)
 
 
 def key_of(**facts: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 from toy_layer import BLOCK, CLUSTER, LAT, MB, B, F, H, overlap
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Experts, LayerSpec, ModelSpec, Precision, Strategy, Training
+from galvatron.core.spec import Context, Experts, LayerSpec, ModelSpec, Precision, Strategy, Training
 from galvatron.planner.cost import GALVATRON, NEVER, CostModel, LayerCosts, StageCosts, Tables
 
 EXPERTS = Experts(
@@ -96,6 +96,18 @@ def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
     dense = overlap(B / 2 * 1.25, 2 * (3 / 4 * 4 * 0.009 + 2 * LAT)) - B / 2 * 1.25
     assert costs("dp4/dp2-ep2", 4).sync_s == pytest.approx(experts + dense)
     assert costs("dp4/ep4", 4).sync_s == pytest.approx(dense)
+
+
+def test_gradients_of_the_rest_do_not_slow_its_exchanges() -> None:
+    """They are in flight while the experts compute."""
+    long = Context(length=64, heads=8, key_value_heads=8, attention_flops=10**9, query_bytes=MB, key_value_bytes=2 * MB)
+    layer = replace(LAYER, context=long)
+    found = {text: stage(text, layer=layer).layer_costs(np.array(4)) for text in ("ulysses4/ep4", "ulysses4")}
+    dense = overlap(B / 2 * 1.25, 2 * (3 / 4 * 4 * 0.009 + 2 * LAT)) - B / 2 * 1.25
+    assert np.ravel(found["ulysses4/ep4"].sync_s)[0] == pytest.approx(dense)
+    exchanged = [np.ravel(costs.cp_s)[0] for costs in found.values()]
+    assert exchanged[0] == pytest.approx(exchanged[1])
+    assert exchanged[0] > 0
 
 
 def test_sharded_experts_gather_and_scatter_in_each_micro_batch() -> None:

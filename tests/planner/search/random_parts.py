@@ -135,6 +135,7 @@ def random_cluster(rng: Rng, devices: int) -> Cluster:
         levels=tuple(levels),
         reserved_bytes=0,
         overlap_slowdown=float(rng.choice([1.0, 1.3])),
+        message_contention=float(rng.choice([1.0, 2.0, 3.0])),
     )
 
 

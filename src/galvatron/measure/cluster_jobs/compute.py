@@ -33,8 +33,8 @@ _ROWS, _HEADS = {"cpu": (4, 32), "cuda": (2, 512)}, 16
 _TURNS = 4
 """Of computing beside communication."""
 _TINY = 32
-_LASTING = 6
-"""How much longer than an exchange sums last that it is measured beside."""
+_EXCHANGES, _LASTING = 2, 4
+"""That are measured beside sums, and how much longer these last than all of them alone."""
 
 Works = list[dist.Work | None]
 """Messages on their way."""
@@ -201,8 +201,8 @@ def _overlap_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
 
 
 def _exchange_probes(peers: Peers, message: Tensor, sum_s: float) -> Iterator[tuple[DeviceProbe, Probe]]:
-    """An exchange in a group of its own, as in training: by itself, and while sums are on their way that last longer,
-    however much they slow it down."""
+    """Exchanges in a group of their own, as in training: by themselves, and while sums are on their way that last
+    longer."""
     group = dist.new_group()
     sent = message[: len(message) // peers.world * peers.world].clone()
     received = torch.empty_like(sent)
@@ -210,25 +210,45 @@ def _exchange_probes(peers: Peers, message: Tensor, sum_s: float) -> Iterator[tu
     def exchange() -> None:
         _end([dist.all_to_all_single(received, sent, group=group, async_op=True)])
 
+    def exchanges() -> None:
+        for _ in range(_EXCHANGES):
+            exchange()
+
     exchange_s = max(peers.gather(_seconds(exchange, peers)))
-    sums = math.ceil(_LASTING * exchange_s / sum_s)
+    sums = math.ceil(_LASTING * (_EXCHANGES + 1) * exchange_s / sum_s)
 
     def run(calls: int, sums: int) -> tuple[float, ...]:
         total = 0.0
         for _ in range(calls):
             peers.wait_for_device()
-            peers.meet()
             begun: Works = [dist.all_reduce(message, async_op=True) for _ in range(sums)]
-            started = time.perf_counter()
-            exchange()
-            if peers.device.type == "cuda":
-                torch.cuda.current_stream(peers.device).synchronize()  # the sums are on another
-            total += time.perf_counter() - started
+            exchange()  # in which the ranks meet
+            seconds = _timed(exchanges, peers.device)
             _end(begun)
+            total += seconds() / _EXCHANGES
         return (total,)
 
     yield DeviceProbe.EXCHANGE, Probe(partial(run, sums=0), by_wall_clock=True)
     yield DeviceProbe.SHARED, Probe(partial(run, sums=sums), by_wall_clock=True)
+
+
+def _timed(work: Callable[[], None], device: torch.device) -> Callable[[], float]:
+    """Do it, or ask the device for it; returns how to learn what it took, once the device is done."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        took = time.perf_counter() - started
+        return lambda: took
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    work()
+    last.record()
+
+    def seconds() -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    return seconds
 
 
 def _end(begun: Works) -> None:

@@ -28,36 +28,45 @@ _ADDED = 3
 """… and when a gradient is added."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """What goes round a ring in a pass, and the attention that is computed meanwhile, in seconds."""
+
+    passed_s: Floats
+    beside_s: Floats
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """Seconds that a pass through a layer takes longer, forward or backward, of a micro-batch."""
 
     waited_s: Floats
     """Messages beside which nothing is computed: Ulysses' exchanges, and a ring's last sums on their way home."""
-    passed_s: Floats
-    """Keys, values and their gradients that go round while attention is computed."""
-    beside_s: Floats
-    """Attention that is computed meanwhile."""
+    rings: tuple[Ring, ...]
+    """Keys, values and their gradients on their way round; where a layer is recomputed, of both its passes."""
     merged_s: Floats
     """Results of a ring's steps put together."""
 
     def seconds(self, compute_s: Floats, messages_s: Floats, cluster: Cluster) -> Floats:
         """Of the whole pass, which computes so long and beside that has other messages to send.
 
-        While these last, computation and what is exchanged are slower. Those that last longer than the pass are waited
-        for.
+        While these last, exchanges get a part of the links and computation is slower. They last as long as what is left
+        of the links takes, and what is then not sent yet is waited for.
         """
-        alone = self._alone_s(compute_s, 1.0, cluster)
-        slowed = self._alone_s(compute_s, cluster.message_contention, cluster)
-        slowed = slowed + (cluster.overlap_slowdown - 1) * compute_s
-        beside = np.minimum(messages_s, alone)
-        seconds: Floats = alone + beside / np.maximum(alone, _TINY_S) * (slowed - alone) + messages_s - beside
+        factor, slowdown = cluster.message_contention, cluster.overlap_slowdown
+        alone = self._alone_s(compute_s, 1.0, slowdown)
+        slowed = self._alone_s(compute_s, factor, slowdown)
+        room = slowed - self.waited_s - sum(ring.passed_s for ring in self.rings)
+        beside = np.minimum(messages_s, room)
+        longer = slowed + (slowdown - 1) * compute_s - alone
+        seconds: Floats = alone + beside / np.maximum(room, _TINY_S) * longer + messages_s - beside
         return seconds
 
-    def _alone_s(self, compute_s: Floats, factor: float, cluster: Cluster) -> Floats:
+    def _alone_s(self, compute_s: Floats, factor: float, slowdown: float) -> Floats:
         """The pass without other messages, where its own take so many times as long."""
-        around = overlapped_s(self.beside_s, factor * self.passed_s, cluster.overlap_slowdown)
-        seconds: Floats = compute_s - self.beside_s + around + self.merged_s + factor * self.waited_s
+        seconds: Floats = compute_s + self.merged_s + factor * self.waited_s
+        for ring in self.rings:
+            seconds = seconds + overlapped_s(ring.beside_s, factor * ring.passed_s, slowdown) - ring.beside_s
         return seconds
 
 
@@ -84,19 +93,15 @@ def exchanges(
     steps = (ring.size > 1) * np.where(layers.context.causal, (3 * ring.size + 1) / 4, ring.size)
     touched_s = steps / precision.bytes * _SUM_BYTES / cluster.device.memory_bytes_per_s
 
-    forward = Exchange(
-        waited_s=exchange,
-        passed_s=passes,
-        beside_s=beside * attention * layers.forward_s,
-        merged_s=_MERGED * touched_s * query,
-    )
+    around = Ring(passes, beside * attention * layers.forward_s)
+    forward = Exchange(waited_s=exchange, rings=(around,), merged_s=_MERGED * touched_s * query)
     # Keys and values go round once more, and their gradients with them. These take one step more to come home. Where
     # the layer is recomputed all of forward comes again.
     there, again = layers.has_backward, layers.has_backward * strategies.recompute
+    back = Ring(there * (passes + (ring.size - 1) * sums), there * beside * attention * layers.backward_s)
     backward = Exchange(
         waited_s=there * (exchange + sums) + again * forward.waited_s,
-        passed_s=there * (passes + (ring.size - 1) * sums) + again * forward.passed_s,
-        beside_s=there * beside * attention * layers.backward_s + again * forward.beside_s,
+        rings=(back, Ring(again * around.passed_s, again * around.beside_s)),
         merged_s=there * _ADDED * touched_s * (query + key_value) + again * forward.merged_s,
     )
     return forward, backward

@@ -215,11 +215,14 @@ class StageCosts:
         return exchanges(samples, layers, arrays, self.cost.cluster, self.cost.model.training.precision)
 
     def _pass_s(self, compute_s: Floats, messages_s: Floats | float, exchange: Exchange | None) -> Floats:
-        """A pass through a layer, with messages that hide behind its computation."""
+        """A pass through a layer, with messages that hide behind its computation. Those of the rest of a layer are in
+        flight while its experts compute, beside which nothing is exchanged."""
         cluster, messages = self.cost.cluster, np.asarray(messages_s)
+        hidden = overlapped_s(compute_s, messages, cluster.overlap_slowdown)
         if exchange is None:
-            return overlapped_s(compute_s, messages, cluster.overlap_slowdown)
-        return exchange.seconds(compute_s, messages, cluster)
+            return hidden
+        apart = exchange.seconds(compute_s, np.zeros(1), cluster) - compute_s + hidden
+        return np.where(self._arrays.own, apart, exchange.seconds(compute_s, messages, cluster))
 
     def _tied_sync_s(self) -> Floats:
         """Copies of tied weights in two stages sum their gradients once an iteration."""
