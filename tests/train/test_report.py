@@ -46,6 +46,15 @@ def _shown(report: Report) -> str:
     return screen.getvalue()
 
 
+def test_what_the_allocator_lost_is_said() -> None:
+    gib = 1 << 30
+    usual = RankTimes(0.0, 0.0, 0.0, 0.0, 8 * gib)
+    assert "allocator held" not in _shown(Report.of(_PLAN, [usual] * 4, 1.0, [1.0], steps=1)), "not known on the CPU"
+    full = replace(usual, memory_bytes=9 * gib, held_bytes=10 * gib)
+    shown = _shown(Report.of(_PLAN, [usual, full, usual, usual], 1.0, [1.0], steps=1))
+    assert "PyTorch's allocator held 10.0 GiB, 1.00 GiB (10.0%) of them between tensors" in shown
+
+
 def test_a_busy_machine_is_said_instead_of_a_difference() -> None:
     """Eighteen times the predicted time, while others had nine tenths of the cores."""
     idle = RankTimes(0.0, 0.0, 0.0, 0.0, 0)

@@ -48,6 +48,8 @@ class PeakMemory:
         self._meter: CpuMeter | None = None
         self.by_phase: dict[str, int] = {}
         """Peaks of the phases so far. Empty on the CPU."""
+        self.held = 0
+        """Most that the allocator had of a GPU in iterations."""
         self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -62,6 +64,8 @@ class PeakMemory:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self.by_phase[phase] = max(peak, self.by_phase.get(phase, 0))
+            if phase in (_FIRST, _LATER):
+                self.held = max(self.held, torch.cuda.max_memory_reserved(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def step_done(self, step_of_process: int) -> None:
@@ -148,14 +152,12 @@ class IterationTimes:
     def of_all_ranks(self, memory: PeakMemory, agreement: Agreement) -> list[RankTimes]:
         """What each rank measured; all ranks must ask."""
         medians = [statistics.median(part) for part in zip(*self._parts, strict=True)] or [0.0] * 4
-        mine = torch.tensor([*medians, float(memory.bytes or 0), float(memory.elsewhere)], dtype=torch.float64)
+        sizes = memory.bytes or 0, memory.elsewhere, memory.held
+        mine = torch.tensor([*medians, *map(float, sizes)], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=agreement.group)
         listed = [[float(value) for value in each] for each in everyone]
-        return [
-            RankTimes(work, waiting, data, rest, int(peak), int(elsewhere))
-            for work, waiting, data, rest, peak, elsewhere in listed
-        ]
+        return [RankTimes(work, waiting, data, rest, *map(int, sizes)) for work, waiting, data, rest, *sizes in listed]
 
     def disturbed(self, agreement: Agreement) -> float:
         """The part of this machine's cores that other programs had meanwhile; all ranks must ask."""

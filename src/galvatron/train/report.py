@@ -38,6 +38,8 @@ class RankTimes:
     """In iterations."""
     elsewhere_bytes: int = 0
     """While building, evaluating, comparing and saving, where it is known."""
+    held_bytes: int = 0
+    """That PyTorch's allocator had of a GPU in iterations: tensors, and what it could not use between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,11 @@ class Report:
         for number, stage in enumerate(plan.stages):
             own = [ranks[rank] for rank in stage.devices]
             slowest = max(own, key=lambda times: times.work_s)
-            fullest = max(times.memory_bytes for times in own)
-            measured = replace(
-                slowest, memory_bytes=fullest, elsewhere_bytes=max(times.elsewhere_bytes for times in own)
-            )
+            most = {
+                name: max(getattr(times, name) for times in own)
+                for name in ("memory_bytes", "elsewhere_bytes", "held_bytes")
+            }
+            measured = replace(slowest, **most)
             stages.append(StageReport(number, _predicted(plan, stage), measured, plan.memory_budget_bytes))
         return cls(steps, losses[0], losses[-1], plan.iteration_s, iteration_s, plan.batch / iteration_s, tuple(stages))
 
@@ -157,8 +160,20 @@ def report_view(plan: Plan, report: Report) -> RenderableType:
             memory,
         )
     lines = [Text(f"the difference: {line}", style="dim") for line in explanation(report)]
-    lines += [Text(line, style="dim") for line in _noisy(plan)]
+    lines += [Text(line, style="dim") for line in (*_held(plan, report), *_noisy(plan))]
     return Group(title, table, *lines, Text(phases_line(report.phases), style="dim"))
+
+
+def _held(plan: Plan, report: Report) -> Iterator[str]:
+    """What the allocator took besides tensors, beside what was left to it."""
+    fullest = max((stage.measured for stage in report.stages), key=lambda measured: measured.held_bytes)
+    if fullest.held_bytes and fullest.memory_bytes:
+        left = plan.cluster.facts.allocator_bytes(plan.memory_budget_bytes)
+        lost = fullest.held_bytes - fullest.memory_bytes
+        yield (
+            f"PyTorch's allocator held {format_bytes(fullest.held_bytes)}, {format_bytes(lost)} "
+            f"({lost / fullest.held_bytes:.1%}) of them between tensors; the plan left it {format_bytes(left)}"
+        )
 
 
 def _noisy(plan: Plan) -> Iterator[str]:
