@@ -129,13 +129,14 @@ def random_cluster(rng: Rng, devices: int) -> Cluster:
         bf16_flops_per_s=1e12,
         layer_overhead_s=float(rng.choice([0.0, 2e-9, 1e-5])),
     )
+    slowdown = float(rng.choice([1.0, 1.3]))
     return Cluster(
         name="random",
         device=device,
         levels=tuple(levels),
         reserved_bytes=0,
-        overlap_slowdown=float(rng.choice([1.0, 1.3])),
-        message_contention=float(rng.choice([1.0, 2.0, 3.0])),
+        overlap_slowdown=slowdown,
+        message_contention=2.0 if slowdown == 1.0 else 3.0,
     )
 
 
