@@ -237,7 +237,6 @@ def _large_stage(name: str) -> StageProblem:
     [
         ("bert", 2),
         ("bert", 24),
-        pytest.param("t5", 10, marks=pytest.mark.slow),
         ("t5", 16),
         pytest.param("swin", 8, marks=pytest.mark.slow),
         pytest.param("swin", 12, marks=pytest.mark.slow),
@@ -251,9 +250,9 @@ def test_equals_an_integer_program_on_96_layers(name: str, budget_gib: int) -> N
     assert solved_time(stage, budget) == least_time_by_milp(stage, budget)
 
 
-@pytest.mark.parametrize(("name", "budget_gib"), [longer("bert", 8), longer("swin", 8)])
+@pytest.mark.parametrize(("name", "budget_gib"), [longer("bert", 8), longer("swin", 8), longer("t5", 10)])
 def test_equals_the_table_on_96_layers(name: str, budget_gib: int) -> None:
-    """Where HiGHS needs minutes the table, exact in whole MiB, still answers."""
+    """Where HiGHS needs minutes, or more than half an hour (T5), the table, exact in whole MiB, still answers."""
     stage = _large_stage(name)
     budget = budget_gib << 10
     # The table takes a second for each θ, so only a few are left: the transients in steps of 256 MiB.
