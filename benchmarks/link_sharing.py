@@ -26,6 +26,8 @@ from typing import Any
 from launching import ask, tell
 
 _REPEATS = 5
+_MESSAGES = ("exchange", "pass", "scatter", "gather")
+_WORKS = (*_MESSAGES, "attention", "product")
 _LASTS = 2.0
 """How much longer than what is timed its neighbour lasts."""
 
@@ -50,7 +52,7 @@ def _works(device: Any, scale: float) -> dict[str, Work]:
     from torch.nn import functional
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    groups = {name: dist.new_group(list(range(ranks))) for name in ("exchange", "pass", "scatter", "gather")}
+    groups = {name: dist.new_group(list(range(ranks))) for name in _MESSAGES}
     narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def sized(count: float, dtype: Any) -> Any:
@@ -129,19 +131,22 @@ def _rank(spec: dict[str, Any]) -> None:
     join()
     device = own_device()
     every = _works(device, spec["scale"])
-    works = {name: every[name] for name in spec["works"] or every}
+    works = {name: every[name] for name in spec["works"]}
     alone = {}
     for name, work in works.items():
         _seconds(work, 2, device)
         once = _seconds(work, 2, device)
         count = max(1, round(0.1 / max(once, 1e-6)))
         alone[name] = statistics.median(_seconds(work, count, device) for _ in range(_REPEATS))
-    messages = ("exchange", "pass", "scatter", "gather")
     on_cpu = device.type == "cpu"
     for name, work in works.items():
         for other, beside in works.items():
             # On a CPU a kernel is no neighbour: it has ended when it returns.
-            if other == name or (name not in messages and other not in messages) or (on_cpu and other not in messages):
+            if (
+                other == name
+                or (name not in _MESSAGES and other not in _MESSAGES)
+                or (on_cpu and other not in _MESSAGES)
+            ):
                 continue
             count = max(1, round(0.2 / alone[name]))
             more = max(1, round(_LASTS * count * alone[name] / alone[other]))
@@ -160,17 +165,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes")
-    parser.add_argument("--works", default="", help="some of exchange,pass,scatter,gather,attention,product")
+    parser.add_argument("--works", default=",".join(_WORKS), help="some of them (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", default="benchmarks/results/link_sharing.jsonl")
     args = parser.parse_args()
+    unknown = [name for name in args.works.split(",") if name not in _WORKS]
+    if unknown:
+        parser.error(f"works: {unknown[0]!r} given; expected some of {', '.join(_WORKS)}")
     import torch
 
     from galvatron.processes.virtual import virtual_gpus
 
     on_gpu = torch.cuda.is_available()
     with virtual_gpus(args.devices if on_gpu else None):
-        spec = {"devices": args.devices, "scale": args.scale, "works": [name for name in args.works.split(",") if name]}
+        spec = {"devices": args.devices, "scale": args.scale, "works": args.works.split(",")}
         told, status = ask(Path(__file__), spec, args.timeout)
     threads = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
     facts = {
