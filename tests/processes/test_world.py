@@ -32,7 +32,7 @@ def test_segments_may_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _GROWN = """
-import os, torch
+import torch
 from galvatron.processes.world import claim_device
 torch.cuda.mem_get_info(0)  # some programs have used the device before
 claim_device(0)

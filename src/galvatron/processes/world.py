@@ -150,7 +150,7 @@ def claim_device(rank: int) -> torch.device:
     if device.type == "cuda":
         be_virtual(rank)
         if not any(name in os.environ for name in _ALLOCATOR):
-            # Not through the environment, which it reads when torch is imported.
+            # Not through the environment, which it may have read by now.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         torch.cuda.set_device(device)
     return device
