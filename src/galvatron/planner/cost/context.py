@@ -26,6 +26,8 @@ _MERGED = 8
 log-sum-exp: scale what is there (2), widen (1) and scale (2) the new, add (3)."""
 _ADDED = 3
 """… and when a gradient is added."""
+_TINY_S = 1e-12
+"""Less than anything takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,6 @@ class Exchange:
         for ring in self.rings:
             seconds = seconds + overlapped_s(ring.beside_s, factor * ring.passed_s, slowdown) - ring.beside_s
         return seconds
-
-
-_TINY_S = 1e-12
-"""Less than anything takes."""
 
 
 def exchanges(
