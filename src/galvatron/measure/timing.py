@@ -29,20 +29,24 @@ def seconds_of_calls(
     clock: Callable[[], float] = time.perf_counter,
     *,
     lead_in: bool = False,
+    before: Callable[[], None] | None = None,
 ) -> tuple[float, ...]:
     """Call ``parts`` so many times: the seconds of each part, all calls together; by this clock on the CPU.
 
     ``lead_in``: with a call before them on a GPU that does not count, for work of several ranks: they meet in it, and
-    the host gets ahead of its device, as in training.
+    the host gets ahead of its device, as in training. ``before``: what is begun first, once the device is idle.
     """
     marks: list[list[float]] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if before is not None:
+        before()
     if device.type != "cuda":
         for _ in range(calls):
             times = [clock()]
             parts(lambda times=times: times.append(clock()))  # type: ignore[misc]
             marks.append([after - before for before, after in pairwise(times)])
         return tuple(map(sum, zip(*marks, strict=True)))
-    torch.cuda.synchronize(device)
     if lead_in:
         parts(lambda: None)
     recorded = [_recorded(parts) for _ in range(calls)]

@@ -210,45 +210,24 @@ def _exchange_probes(peers: Peers, message: Tensor, sum_s: float) -> Iterator[tu
     def exchange() -> None:
         _end([dist.all_to_all_single(received, sent, group=group, async_op=True)])
 
-    def exchanges() -> None:
-        for _ in range(_EXCHANGES):
-            exchange()
-
     exchange_s = max(peers.gather(_seconds(exchange, peers)))
     sums = math.ceil(_LASTING * (_EXCHANGES + 1) * exchange_s / sum_s)
 
     def run(calls: int, sums: int) -> tuple[float, ...]:
-        total = 0.0
-        for _ in range(calls):
-            peers.wait_for_device()
-            begun: Works = [dist.all_reduce(message, async_op=True) for _ in range(sums)]
+        total, begun = 0.0, Works()
+
+        def begin() -> None:
+            begun[:] = [dist.all_reduce(message, async_op=True) for _ in range(sums)]
             exchange()  # in which the ranks meet
-            seconds = _timed(exchanges, peers.device)
+
+        for _ in range(calls):
+            (seconds,) = seconds_of_calls(_EXCHANGES, _once(exchange), peers.device, before=begin)
             _end(begun)
-            total += seconds() / _EXCHANGES
+            total += seconds / _EXCHANGES
         return (total,)
 
     yield DeviceProbe.EXCHANGE, Probe(partial(run, sums=0), by_wall_clock=True)
     yield DeviceProbe.SHARED, Probe(partial(run, sums=sums), by_wall_clock=True)
-
-
-def _timed(work: Callable[[], None], device: torch.device) -> Callable[[], float]:
-    """Do it, or ask the device for it; returns how to learn what it took, once the device is done."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        work()
-        took = time.perf_counter() - started
-        return lambda: took
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    first.record()
-    work()
-    last.record()
-
-    def seconds() -> float:
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
-
-    return seconds
 
 
 def _end(begun: Works) -> None:
