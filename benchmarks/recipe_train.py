@@ -4,9 +4,9 @@
 
 Each case is one command from nothing: the machine and the model's layers are measured, a plan is made, and it trains.
 Long samples on eight parts of one GPU take long to measure, so their layers are measured without TP, by a command
-before, once for the cases of one length. A line of the results has the command, its seconds, and the run's own report
-(predicted and measured time and memory); with ``--trace`` also the GPU's seconds on rank 0 in the second step, kernel
-by kernel.
+before, once for the cases of one length (``--profiles`` keeps them for the next time). A line of the results has the
+command, its seconds, and the run's own report (predicted and measured time and memory); with ``--trace`` also the GPU's
+seconds on rank 0 in the second step, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
+def _run(name: str, steps: int, folder: Path, profiles: Path, *, trace: bool) -> dict[str, Any]:
     case = _RUNS[name]
     model, out = folder / name, folder / f"{name}-run"
     model.mkdir()
@@ -57,7 +57,7 @@ def _run(name: str, steps: int, folder: Path, *, trace: bool) -> dict[str, Any]:
     begin = time.perf_counter()
     found: dict[str, Any] = {"case": name, "options": options, "log": log}
     if "measure" in case:
-        profile = folder / f"{case['model']}-{case['tokens']}.toml"
+        profile = profiles / f"{case['model']}-{case['tokens']}.toml"
         if not profile.exists():
             measure = [*case["options"][:2], *kind, *case["measure"], "--output", str(profile)]
             status = _galvatron(["profile", "model", str(model), *measure], begin, log)
@@ -139,6 +139,9 @@ def main() -> None:
     parser.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert,virtual-64")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="add the GPU's seconds of the second step, by kernel")
+    parser.add_argument(
+        "--profiles", type=Path, help="where profiles of long samples are kept; those that are there are not made again"
+    )
     parser.add_argument("--out", default="benchmarks/results/recipe_train.jsonl")
     args = parser.parse_args()
     unknown = [name for name in args.cases.split(",") if name not in _RUNS]
@@ -146,7 +149,7 @@ def main() -> None:
         parser.error(f"cases: {unknown[0]!r} given; expected some of {', '.join(_RUNS)}")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases.split(","):
-            found = _run(name, args.steps, Path(folder), trace=args.trace)
+            found = _run(name, args.steps, Path(folder), args.profiles or Path(folder), trace=args.trace)
             with Path(args.out).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
 

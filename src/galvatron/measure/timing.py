@@ -16,7 +16,7 @@ from galvatron.measure.figures import Block
 from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.peers import Peers
 
-__all__ = ["Probe", "Rounds", "measure_in_turns", "seconds_of_calls", "slowdown_when_sustained"]
+__all__ = ["Probe", "Rounds", "measure_in_turns", "once", "seconds_of_calls", "slowdown_when_sustained"]
 
 Parts = Callable[[Callable[[], None]], object]
 """Work in parts: it calls its argument after each of them."""
@@ -53,6 +53,16 @@ def seconds_of_calls(
     torch.cuda.synchronize(device)
     marks = [[before.elapsed_time(after) / 1e3 for before, after in pairwise(run)] for run in recorded]
     return tuple(map(sum, zip(*marks, strict=True)))
+
+
+def once(work: Callable[[], object]) -> Parts:
+    """Work that is one part."""
+
+    def parts(mark: Callable[[], None]) -> None:
+        work()
+        mark()
+
+    return parts
 
 
 def _recorded(parts: Parts) -> list[torch.cuda.Event]:

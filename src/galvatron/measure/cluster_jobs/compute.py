@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from galvatron.measure.cluster_jobs.exchanges import Works, end, exchange_probes, seconds_each
 from galvatron.measure.cluster_jobs.findings import MEASURED_OPTIMIZER, DeviceFacts, DeviceProbe
 from galvatron.measure.cluster_jobs.messages import sizes_for
-from galvatron.measure.timing import Probe, seconds_of_calls
+from galvatron.measure.timing import Probe, once, seconds_of_calls
 from galvatron.processes.peers import Peers
 from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.world import workspace_bytes
@@ -33,11 +31,6 @@ _ROWS, _HEADS = {"cpu": (4, 32), "cuda": (2, 512)}, 16
 _TURNS = 4
 """Of computing beside communication."""
 _TINY = 32
-_EXCHANGES, _LASTING = 2, 4
-"""That are measured beside sums, and how much longer these last than all of them alone."""
-
-Works = list[dist.Work | None]
-"""Messages on their way."""
 
 
 def device_facts(peers: Peers) -> DeviceFacts:
@@ -114,20 +107,12 @@ def _nothing(calls: int) -> tuple[float, ...]:
 
 
 def _computing(work: Callable[[], object], peers: Peers) -> Probe:
-    return Probe(lambda calls: seconds_of_calls(calls, _once(work), peers.device, peers.compute_clock))
+    return Probe(lambda calls: seconds_of_calls(calls, once(work), peers.device, peers.compute_clock))
 
 
 def _waiting(work: Callable[[], object], peers: Peers) -> Probe:
     """For work that waits for others in between."""
-    return Probe(lambda calls: seconds_of_calls(calls, _once(work), peers.device, lead_in=True), by_wall_clock=True)
-
-
-def _once(work: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
-    def once(mark: Callable[[], None]) -> None:
-        work()
-        mark()
-
-    return once
+    return Probe(lambda calls: seconds_of_calls(calls, once(work), peers.device, lead_in=True), by_wall_clock=True)
 
 
 def _block(kind: str, dtype: torch.dtype, device: torch.device, tokens: int) -> Callable[[], object]:
@@ -178,7 +163,7 @@ def _overlap_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
     layer = _layer_both_ways(peers.device)
     largest = sizes_for(lambda size: dist.all_reduce(torch.zeros(size // 4, device=peers.device)), peers)[-1]
     message = torch.zeros(largest // 4, device=peers.device)
-    lasting = peers.gather([_seconds(layer, peers), _seconds(lambda: dist.all_reduce(message), peers)])
+    lasting = peers.gather([seconds_each(layer, peers), seconds_each(lambda: dist.all_reduce(message), peers)])
     layer_s, sum_s = (max(each) for each in zip(*lasting, strict=True))
     layers, sums = max(1, round(sum_s / layer_s)), max(1, round(layer_s / sum_s))
 
@@ -192,48 +177,12 @@ def _overlap_probes(peers: Peers) -> Iterator[tuple[DeviceProbe, Probe]]:
     def both() -> None:
         begun = begin_sums()
         compute()
-        _end(begun)
+        end(begun)
 
     yield DeviceProbe.COMPUTE, _waiting(_in_turns(compute), peers)
-    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: _end(begin_sums())), peers)
+    yield DeviceProbe.COMMUNICATE, _waiting(_in_turns(lambda: end(begin_sums())), peers)
     yield DeviceProbe.OVERLAP, _waiting(_in_turns(both), peers)
-    yield from _exchange_probes(peers, message, sum_s)
-
-
-def _exchange_probes(peers: Peers, message: Tensor, sum_s: float) -> Iterator[tuple[DeviceProbe, Probe]]:
-    """Exchanges in a group of their own, as in training: by themselves, and while sums are on their way that last
-    longer."""
-    group = dist.new_group()
-    sent = message[: len(message) // peers.world * peers.world].clone()
-    received = torch.empty_like(sent)
-
-    def exchange() -> None:
-        _end([dist.all_to_all_single(received, sent, group=group, async_op=True)])
-
-    exchange_s = max(peers.gather(_seconds(exchange, peers)))
-    sums = math.ceil(_LASTING * (_EXCHANGES + 1) * exchange_s / sum_s)
-
-    def run(calls: int, sums: int) -> tuple[float, ...]:
-        total, begun = 0.0, Works()
-
-        def begin() -> None:
-            begun[:] = [dist.all_reduce(message, async_op=True) for _ in range(sums)]
-            exchange()  # in which the ranks meet
-
-        for _ in range(calls):
-            (seconds,) = seconds_of_calls(_EXCHANGES, _once(exchange), peers.device, before=begin)
-            _end(begun)
-            total += seconds / _EXCHANGES
-        return (total,)
-
-    yield DeviceProbe.EXCHANGE, Probe(partial(run, sums=0), by_wall_clock=True)
-    yield DeviceProbe.SHARED, Probe(partial(run, sums=sums), by_wall_clock=True)
-
-
-def _end(begun: Works) -> None:
-    for each in begun:
-        assert each is not None
-        each.wait()
+    yield from exchange_probes(peers, message, sum_s)
 
 
 def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:
@@ -242,17 +191,6 @@ def _in_turns(turn: Callable[[], None]) -> Callable[[], None]:
             turn()
 
     return work
-
-
-def _seconds(work: Callable[[], object], peers: Peers) -> float:
-    work()
-    peers.wait_for_device()
-    peers.meet()
-    started = time.perf_counter()
-    for _ in range(5):
-        work()
-    peers.wait_for_device()
-    return (time.perf_counter() - started) / 5
 
 
 def _processor() -> str:
