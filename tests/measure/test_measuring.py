@@ -153,9 +153,12 @@ def test_under_torchrun_the_number_of_processes_is_torchruns(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_long_sample_is_measured_as_one_of_its_devices_has_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that cannot hold two samples. A whole one keeps what one measured whole does; what is kept only
-    because samples are divided, the planner adds where they are."""
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_long_sample_is_measured_as_one_of_its_devices_has_it(
+    samples: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that cannot hold two samples, and on one that besides would take long for them. A whole one keeps
+    what one measured whole does; what is kept only because samples are divided, the planner adds where they are."""
     monkeypatch.setattr(probes, "LONG_SEQUENCE", 512)
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
@@ -168,7 +171,10 @@ def test_a_long_sample_is_measured_as_one_of_its_devices_has_it(cache: Path, mon
         replace(cluster, device=replace(cluster.device, memory_bytes=size), levels=())
         for size in (1 << 40, 3 * (decoder.activation_bytes + decoder.transient_bytes))
     )
+    if samples == 1:
+        small = replace(small, device=replace(small.device, fp32_flops_per_s=1e6))
     assert {own.variant.ulysses for own in _decoders(model, small)} == {2}
+    assert max(own.samples for own in _decoders(model, small)) == samples
     whole, divided = (profile_model(model, own, rounds=2) for own in (large, small))
     kept, known = (own.memory_of("decoder", 1, sequence_parallel=False) for own in (divided, whole))
     assert kept is not None

@@ -181,7 +181,15 @@ def _line_and_least(points: Sequence[tuple[float, float]]) -> tuple[Line, float]
         line = fit_line(longer)
         if least_s > _CLEARLY * line.at(min(samples for samples, _ in points)):
             return line, least_s
-    return fit_line(points), 0.0
+    return _line(points), 0.0
+
+
+def _line(points: Sequence[tuple[float, float]]) -> Line:
+    """Where one long sample was measured alone, nothing is fixed."""
+    if len(points) > 1:
+        return fit_line(points)
+    ((samples, seconds),) = points
+    return Line(0.0, seconds / samples)
 
 
 def _plain(variant: Variant) -> Variant:
@@ -228,7 +236,7 @@ def _grade(
     ]
     points = [(probe.size, forward[plain]) for probe, plain in pairs if plain in forward]
     whole, _ = _line_and_least(points)
-    line = fit_line(more)
+    line = _line(more)
     return LayerGrade(
         layer=variant.layer,
         grade=variant.grade,

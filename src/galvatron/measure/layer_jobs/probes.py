@@ -190,7 +190,8 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
     more of a batch, too. Long samples of which a device cannot hold two are measured as one of the devices has them
-    that they are divided over, where a layer's sequence can be divided so; other layers are counted.
+    that they are divided over, where a layer's sequence can be divided so; other layers are counted. Beside samples so
+    long that however divided they take most of a second, nothing else that a layer takes counts: one is enough.
     """
     kinds = {kind.name: kind for kind in model.kinds}
     busy = _busy(model, cluster)
@@ -198,8 +199,8 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
     for variant in variants:
         room = _Room(kinds[variant.layer], variant, model, cluster)
         if room.too_long():
-            divided = room.divided()
-            probes += [LayerProbe(variant=divided, samples=count) for count in (1, 2) if divided is not None]
+            divided, several = room.divided()
+            probes += [LayerProbe(variant=divided, samples=count) for count in several if divided is not None]
             continue
         most = room.most(busy)
         counts = sorted({1, *(max(1, most // part) for part in (8, 4, 2, 1))})
@@ -259,17 +260,20 @@ class _Room:
         share = _LONG_SHARE if self.kind.context is None else _MEMORY_SHARE
         return 2 * self._long_bytes() > share * self.cluster.device.memory_bytes
 
-    def divided(self) -> Variant | None:
-        """With samples over as few devices as have memory for their parts of two, and time if there are such."""
+    def divided(self) -> tuple[Variant | None, tuple[int, ...]]:
+        """With samples over as few devices as have memory for their parts of two, and time if there are such; and how
+        many of them are measured."""
         context = self.kind.context
         if context is None:
-            return None
+            return None, ()
         least = 2 * self._long_bytes() / (_LONG_SHARE * self.cluster.device.memory_bytes)
         degrees = (1 << power for power in range(1, _MOST_DIVIDED.bit_length()))
         ways = [replace(self.variant, ulysses=degree) for degree in degrees if degree >= least]
         possible = [own for own in ways if context.problem(Strategy.parse(own.strategy)) is None]
-        quick = (own for own in possible if 2 * self._one_s() / own.ulysses <= _LONG_S)
-        return next(quick, possible[-1] if possible else None)
+        quick = next((own for own in possible if 2 * self._one_s() / own.ulysses <= _LONG_S), None)
+        if quick is None:
+            return (possible[-1] if possible else None), (1,)
+        return quick, (1, 2)
 
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""

@@ -103,9 +103,9 @@ class Bench:
                     "layer %r under %s is not measured with %g samples: the device has too little memory for them",
                     probe.variant.layer, probe.variant.strategy, probe.size,
                 )  # fmt: skip
-        counts = Counter(probe.variant for probe in found)
-        # One point would be no line.
-        return {probe: run for probe, run in found.items() if counts[probe.variant] > 1}
+        asked, counts = (Counter(probe.variant for probe in some) for some in (probes, found))
+        # Where a line was asked for, one point is none.
+        return {probe: run for probe, run in found.items() if counts[probe.variant] >= min(asked[probe.variant], 2)}
 
     def _hold_all(self, probes: Sequence[LayerProbe]) -> None:
         """Have the weights and gradients of all layers: a probe must still fit when the last one has come."""
@@ -147,8 +147,10 @@ class Bench:
             torch.cuda.empty_cache()
 
     def memory(self, probes: Sequence[LayerProbe]) -> list[LayerBytes]:
-        """Of one variant, for the fewest and the most samples: what is between them is what the samples take."""
-        return [self._weigh(pick(probes, key=lambda one: one.size)) for pick in (min, max)]
+        """Of one variant, for the fewest and the most samples: what is between them is what the samples take. Beside
+        one long sample nothing counts."""
+        few, many = (pick(probes, key=lambda one: one.size) for pick in (min, max))
+        return [LayerBytes(samples=0, saved=0, transient=0) if few == many else self._weigh(few), self._weigh(many)]
 
     def _weigh(self, probe: LayerProbe) -> LayerBytes:
         run = _Run(self, probe)
