@@ -40,12 +40,13 @@ _RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _run(name: str, steps: int, folder: Path, profiles: Path, *, trace: bool) -> dict[str, Any]:
+def _run(name: str, steps: int, folder: Path, profiles: Path, *, cluster: str | None, trace: bool) -> dict[str, Any]:
     case = _RUNS[name]
     model, out = folder / name, folder / f"{name}-run"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODELS[case["model"]]), encoding="utf-8")
     kind = ["--sequence-length", str(case["tokens"]), "--no-dropout", *case.get("kind", ())]
+    kind += [] if cluster is None else ["--cluster", cluster]
     options = [*case["options"], *kind, *case.get("more", ()), "--steps", str(steps)]
     if case["batch"] is not None:
         options += ["--batch", str(case["batch"])]
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--cases", default="llama-2k,llama-8k,qwen3-2k,bert,virtual-64")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--trace", action="store_true", help="add the GPU's seconds of the second step, by kernel")
+    parser.add_argument("--cluster", help="links and devices that were measured before (default: they are measured)")
     parser.add_argument(
         "--profiles", type=Path, help="where profiles of long samples are kept; those that are there are not made again"
     )
@@ -149,7 +151,9 @@ def main() -> None:
         parser.error(f"cases: {unknown[0]!r} given; expected some of {', '.join(_RUNS)}")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.cases.split(","):
-            found = _run(name, args.steps, Path(folder), args.profiles or Path(folder), trace=args.trace)
+            found = _run(
+                name, args.steps, Path(folder), args.profiles or Path(folder), cluster=args.cluster, trace=args.trace
+            )
             with Path(args.out).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
 

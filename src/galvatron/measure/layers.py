@@ -79,6 +79,12 @@ def profile_model(
             f"model {model.name!r}: two samples of {model.training.sequence_length} tokens do not fit a device in any "
             "layer, so none can be measured; plan with a cluster file and no profile, which counts them"
         )
+    for kind in model.kinds:
+        if all(probe.variant.layer != kind.name for probe in probes):
+            _LOG.warning(
+                "layer %r is not measured: a sample of %s tokens takes more than half of a device however it is "
+                "divided; it is counted, which may be far off", kind.name, model.training.sequence_length,
+            )  # fmt: skip
     job = LayerJob(
         model=model,
         groups=groups_of(probes, model, cluster),

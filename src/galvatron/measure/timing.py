@@ -103,17 +103,18 @@ class Rounds:
 
 
 def measure_in_turns(
-    probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers, *, before: int = 0, after: int = 0
+    probes: Mapping[_Key, Probe], rounds: Rounds, peers: Peers, *, warm: bool = False, before: int = 0, after: int = 0
 ) -> dict[_Key, list[Block]]:
-    """For each probe its blocks: the same on every rank. ``before``, ``after``: probes that others were and will be,
-    for the report of how far it is."""
+    """For each probe its blocks: the same on every rank. ``warm``: each has run before. ``before``, ``after``: probes
+    that others were and will be, for the report of how far it is."""
     first = (rounds.count + 1) * before
     steps = first + (rounds.count + 1) * (len(probes) + after)
     calls: dict[_Key, int] = {}
     for done, (key, probe) in enumerate(probes.items()):
         peers.report(first + done, steps, "warming up")
-        peers.meet()
-        probe.run(1)
+        if not warm:
+            peers.meet()
+            probe.run(1)
         peers.meet()
         slowest = max(sum(parts) for parts in peers.gather(probe.run(1)))
         calls[key] = min(max(1, math.ceil(rounds.block_s / max(slowest, 1e-9))), rounds.most_calls)

@@ -62,7 +62,7 @@ class LayerJob:
             for group in self.groups:
                 done, left = len(self.probes) - left, left - len(group)
                 probes = bench.fitting(sorted(group, key=lambda probe: -probe.size))
-                blocks |= measure_in_turns(probes, rounds, peers, before=done, after=left)
+                blocks |= measure_in_turns(probes, rounds, peers, warm=True, before=done, after=left)
                 longest = self._heaviest(probes)
                 if longest is not None and peers.device.type == "cuda":
                     sustained = max(sustained, slowdown_when_sustained(probes[longest], blocks[longest], peers))

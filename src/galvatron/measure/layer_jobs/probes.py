@@ -190,8 +190,8 @@ def probes_of(model: ModelSpec, cluster: Cluster, variants: Sequence[Variant]) -
 
     A layer that TP divides gets as many times the samples, so that there is as much to do; a group of TP has that many
     more of a batch, too. Long samples of which a device cannot hold two are measured as one of the devices has them
-    that they are divided over, where a layer's sequence can be divided so; other layers are counted. Beside samples so
-    long that however divided they take most of a second, nothing else that a layer takes counts: one is enough.
+    that they are divided over, where a layer's sequence can be divided so; other layers are counted. One sample is
+    enough where two take too long or do not fit however they are divided: nothing else that a layer takes counts then.
     """
     kinds = {kind.name: kind for kind in model.kinds}
     busy = _busy(model, cluster)
@@ -261,19 +261,20 @@ class _Room:
         return 2 * self._long_bytes() > share * self.cluster.device.memory_bytes
 
     def divided(self) -> tuple[Variant | None, tuple[int, ...]]:
-        """With samples over as few devices as have memory for their parts of two, and time if there are such; and how
-        many of them are measured."""
+        """With samples over as few devices as have time and memory for their parts of two, and how many samples are
+        measured. Where none has, over as many as can be, and one, if that one fits."""
         context = self.kind.context
         if context is None:
             return None, ()
-        least = 2 * self._long_bytes() / (_LONG_SHARE * self.cluster.device.memory_bytes)
         degrees = (1 << power for power in range(1, _MOST_DIVIDED.bit_length()))
-        ways = [replace(self.variant, ulysses=degree) for degree in degrees if degree >= least]
+        ways = [replace(self.variant, ulysses=degree) for degree in degrees]
         possible = [own for own in ways if context.problem(Strategy.parse(own.strategy)) is None]
-        quick = next((own for own in possible if 2 * self._one_s() / own.ulysses <= _LONG_S), None)
-        if quick is None:
-            return (possible[-1] if possible else None), (1,)
-        return quick, (1, 2)
+        device_bytes = _LONG_SHARE * self.cluster.device.memory_bytes
+        for own in possible:
+            if max(self._long_bytes() / device_bytes, self._one_s() / _LONG_S) <= own.ulysses / 2:
+                return own, (1, 2)
+        fits = possible and self._long_bytes() / device_bytes <= possible[-1].ulysses
+        return (possible[-1] if fits else None), (1,)
 
     def most(self, busy: int) -> int:
         """At least two, so that there is a line."""
