@@ -5,10 +5,10 @@
 
 The cost model slows the exchanges of a divided sequence by one factor, measured with the cluster, while gradients are
 summed or parameters gathered. Here each is timed alone and beside another that lasts longer, in groups of their own as
-the runtime has them: ``exchange`` (Ulysses), ``pass`` (a ring), ``scatter`` and ``gather``
-(ZeRO), ``attention`` and ``product`` (kernels). The neighbour lasts twice as long: 2 is a link that both share, 3 one that
-carries messages in the order in which they come. Results are JSON lines: ``alone_s``, ``beside_s`` and their ratio, of
-the slowest rank.
+the runtime has them: ``exchange`` (Ulysses), ``pass`` (a ring), ``scatter`` and ``gather`` (ZeRO), ``attention`` and
+``product`` (kernels). The neighbour lasts twice as long: a ratio of 2 is a link that both share, 3 one that carries
+messages in the order in which they come. Results are JSON lines: ``alone_s``, ``beside_s`` and their ratio, of the
+slowest rank.
 """
 
 from __future__ import annotations
