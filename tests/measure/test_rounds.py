@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from galvatron.measure import timing
 from galvatron.measure.figures import Block
 from galvatron.measure.timing import Probe, Rounds, measure_in_turns, seconds_of_calls
 from galvatron.processes.peers import Peers
@@ -38,6 +39,25 @@ def test_all_wait_for_the_slowest_gpu() -> None:
 
 def test_processes_that_take_turns_on_cores_are_averaged() -> None:
     assert [block.seconds for block in _measured("cpu")] == [pytest.approx((7 / 3, 8 / 3))] * 2
+
+
+@pytest.mark.parametrize(("short_calls", "expected"), [({3}, [1.0, 1.0]), ({3, 4}, [9.0, 1.0])])
+def test_what_was_timed_while_memory_ran_short_is_timed_again(
+    short_calls: set[int], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third call, the first one that counts; but not for ever."""
+    calls = 0
+
+    def run(count: int) -> tuple[float, ...]:
+        nonlocal calls
+        calls += 1
+        return (9.0 if calls in short_calls else 1.0,)
+
+    monkeypatch.setattr(timing, "shortages", lambda device: len(short_calls & set(range(calls + 1))))
+    device, store = torch.device("cuda"), HashStore()
+    peers = Peers(rank=0, world=1, local_world=1, device=device, store=store, report=lambda *_: None)
+    found = measure_in_turns({"work": Probe(run)}, Rounds(count=2, block_s=1.0), peers)["work"]
+    assert [sum(block.seconds) for block in found] == expected
 
 
 class _Event:

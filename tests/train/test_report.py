@@ -52,7 +52,10 @@ def test_what_the_allocator_lost_is_said() -> None:
     assert "allocator held" not in _shown(Report.of(_PLAN, [usual] * 4, 1.0, [1.0], steps=1)), "not known on the CPU"
     full = replace(usual, memory_bytes=9 * gib, held_bytes=10 * gib)
     shown = _shown(Report.of(_PLAN, [usual, full, usual, usual], 1.0, [1.0], steps=1))
-    assert "PyTorch's allocator held 10.0 GiB, 1.00 GiB (10.0%) of them between tensors" in shown
+    assert "PyTorch's allocator held 10.0 GiB, 1.00 GiB (10.0%) of them beside tensors" in shown
+    assert "ran short" not in shown
+    short = _shown(Report.of(_PLAN, [usual, replace(full, shortages=12), full, usual], 1.0, [1.0], steps=1))
+    assert "it ran short of memory 12 times after the first step" in short
 
 
 def test_a_busy_machine_is_said_instead_of_a_difference() -> None:

@@ -15,6 +15,7 @@ import torch
 from galvatron.measure.figures import Block
 from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.peers import Peers
+from galvatron.processes.world import shortages
 
 __all__ = ["Probe", "Rounds", "measure_in_turns", "once", "seconds_of_calls", "slowdown_when_sustained"]
 
@@ -145,16 +146,19 @@ def slowdown_when_sustained(probe: Probe, blocks: Sequence[Block], peers: Peers)
     return max(1.0, slowest / short_s)
 
 
-def _block(probe: Probe, calls: int, peers: Peers, machines: Sequence[str]) -> Block:
+def _block(probe: Probe, calls: int, peers: Peers, machines: Sequence[str], *, again: bool = True) -> Block:
+    """``again``: one in which some rank's allocator ran short of memory is timed once more; training settles, too."""
     peers.meet()
-    before = Moment.now()
+    before, short = Moment.now(), shortages(peers.device)
     parts = probe.run(calls)
     after = Moment.now()
-    everyone = peers.gather([parts, after.own_s - before.own_s])
-    here = [own_s for (_, own_s), where in zip(everyone, machines, strict=True) if where == machines[peers.rank]]
+    everyone = peers.gather([parts, after.own_s - before.own_s, shortages(peers.device) > short])
+    if again and any(ran_short for *_, ran_short in everyone):
+        return _block(probe, calls, peers, machines, again=False)
+    here = [own_s for (_, own_s, _), where in zip(everyone, machines, strict=True) if where == machines[peers.rank]]
     had = shares(before, after, sum(here))
     disturbed, lost = map(statistics.fmean, zip(*peers.gather([had.disturbed, had.lost]), strict=True))
-    taking_part = [parts for parts, _ in everyone if parts]
+    taking_part = [parts for parts, *_ in everyone if parts]
     if peers.device.type != "cpu":
         return Block(tuple(part / calls for part in max(taking_part, key=sum)))
     ours = 1 - lost if probe.by_wall_clock else 1.0

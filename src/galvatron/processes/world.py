@@ -174,6 +174,13 @@ def cap_memory(device: torch.device, tensor_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0), device)
 
 
+def shortages(device: torch.device) -> int:
+    """How often PyTorch's allocator has run short of a GPU's memory so far, gave back what it kept and asked again."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
 def workspace_bytes(device: torch.device) -> int:
     """What matrix products on a GPU keep for themselves; forward's and backward's thread each have such a place."""
     given = torch.ones(32, 32, device=device, requires_grad=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from galvatron.measure.rehearsal.memory import CpuMeter
 from galvatron.processes.cores import Moment, machine, shares
 from galvatron.processes.stopping import Agreement
+from galvatron.processes.world import shortages
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.pipeline.run import PassTimer
 from galvatron.train.report import RankTimes
@@ -50,6 +51,9 @@ class PeakMemory:
         """Peaks of the phases so far. Empty on the CPU."""
         self.held = 0
         """Most that the allocator had of a GPU in iterations."""
+        self.shortages = 0
+        """How often it ran short in iterations but the first."""
+        self._short_before = shortages(device)
         self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -66,6 +70,10 @@ class PeakMemory:
             self.by_phase[phase] = max(peak, self.by_phase.get(phase, 0))
             if phase in (_FIRST, _LATER):
                 self.held = max(self.held, torch.cuda.max_memory_reserved(self._device))
+            short = shortages(self._device)
+            if phase == _LATER:
+                self.shortages += short - self._short_before
+            self._short_before = short
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def step_done(self, step_of_process: int) -> None:
@@ -152,7 +160,7 @@ class IterationTimes:
     def of_all_ranks(self, memory: PeakMemory, agreement: Agreement) -> list[RankTimes]:
         """What each rank measured; all ranks must ask."""
         medians = [statistics.median(part) for part in zip(*self._parts, strict=True)] or [0.0] * 4
-        sizes = memory.bytes or 0, memory.elsewhere, memory.held
+        sizes = memory.bytes or 0, memory.elsewhere, memory.held, memory.shortages
         mine = torch.tensor([*medians, *map(float, sizes)], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=agreement.group)

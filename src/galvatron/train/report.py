@@ -39,7 +39,9 @@ class RankTimes:
     elsewhere_bytes: int = 0
     """While building, evaluating, comparing and saving, where it is known."""
     held_bytes: int = 0
-    """That PyTorch's allocator had of a GPU in iterations: tensors, and what it could not use between them."""
+    """That PyTorch's allocator had of a GPU in iterations: tensors, and what it kept besides."""
+    shortages: int = 0
+    """How often it ran short in iterations but the first, gave back what it kept and asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Report:
             slowest = max(own, key=lambda times: times.work_s)
             most = {
                 name: max(getattr(times, name) for times in own)
-                for name in ("memory_bytes", "elsewhere_bytes", "held_bytes")
+                for name in ("memory_bytes", "elsewhere_bytes", "held_bytes", "shortages")
             }
             measured = replace(slowest, **most)
             stages.append(StageReport(number, _predicted(plan, stage), measured, plan.memory_budget_bytes))
@@ -172,7 +174,13 @@ def _held(plan: Plan, report: Report) -> Iterator[str]:
         lost = fullest.held_bytes - fullest.memory_bytes
         yield (
             f"PyTorch's allocator held {format_bytes(fullest.held_bytes)}, {format_bytes(lost)} "
-            f"({lost / fullest.held_bytes:.1%}) of them between tensors; the plan left it {format_bytes(left)}"
+            f"({lost / fullest.held_bytes:.1%}) of them beside tensors; the plan left it {format_bytes(left)}"
+        )
+    shortages = max(stage.measured.shortages for stage in report.stages)
+    if shortages:
+        yield (
+            f"it ran short of memory {shortages} times after the first step, and each time waited for the GPU to give "
+            "back what it kept; plan with less --memory"
         )
 
 
