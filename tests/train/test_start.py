@@ -59,7 +59,7 @@ class _Run:
         """Leave nothing behind, whatever went wrong."""
         for pid in [*self.ranks(), self.process.pid] if self.process.poll() is None else []:
             os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
+        self.process.communicate(timeout=_LIMIT_S)  # which a rank that was left would hold up for ever
 
     def end(self) -> tuple[int, str]:
         said, _ = self.process.communicate(timeout=_LIMIT_S)
@@ -224,6 +224,34 @@ def test_a_process_that_starts_after_a_request_to_stop_is_told_of_it(monkeypatch
         with subprocess.Popen(["sleep", "60"]) as child:
             assert child.wait(20) == -signal.SIGTERM
     assert request.number is signal.SIGINT
+
+
+def test_a_rank_that_the_agent_does_not_know_of_is_ended() -> None:
+    """A signal came while it was being started."""
+    with subprocess.Popen(["sleep", "60"]) as before:
+        with launch._nobody_left():
+            late = subprocess.Popen(["sleep", "60"])
+        assert before.poll() is None
+        before.kill()
+    assert not Path(f"/proc/{late.pid}").exists()
+    late.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late_s", [0.0, 2.0, 4.0, None])
+def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, plan_file: str, late_s: float | None) -> None:
+    """While they start, and while they train."""
+    folder = RunFolder(tmp_path / "run")
+    with _Run(plan_file, "--out", str(folder.path), "--steps", "1000000") as run:
+        assert run.process.stdout is not None
+        while "starting 4 processes" not in run.process.stdout.readline():
+            assert run.process.poll() is None
+        if late_s is None:
+            run.wait_for_step(folder, 3)
+        else:
+            time.sleep(late_s)
+        run.process.kill()
+        run.end()  # all of them have closed what they write to
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import logging
 import os
 from collections.abc import Mapping
 
-__all__ = ["defaults_if_unset", "quiet", "settle"]
+__all__ = ["LAUNCHER", "defaults_if_unset", "quiet", "settle"]
+
+LAUNCHER = "GALVATRON_LAUNCHER"
+"""In the environment of ranks: the number of the process that started them."""
 
 _KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 """Torch's allocator on ARM processors gives freed memory back to the system after some milliseconds, and the next

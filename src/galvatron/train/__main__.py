@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from galvatron.processes.environment import quiet
+from galvatron.processes.environment import LAUNCHER, quiet
+from galvatron.processes.parents import end_with_parent
 
 
 def main() -> None:
+    if LAUNCHER in os.environ:
+        end_with_parent(int(os.environ[LAUNCHER]))  # before anything is imported that takes long
     quiet()  # before anything is imported that has something to say
     from galvatron.train.worker import train_rank
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from galvatron.core.errors import RankFailure
-from galvatron.processes.environment import defaults_if_unset
+from galvatron.processes.environment import LAUNCHER, defaults_if_unset
 from galvatron.train.run_folder import RunFolder
 
 __all__ = ["Ended", "launch"]
@@ -68,7 +68,7 @@ def launch(folder: RunFolder, processes: int) -> Ended:
         monitor_interval=0.1,
         signals_to_handle=",".join(number.name for number in _heeded()),
     )
-    with _environment(processes), _signals_passed_on() as request:
+    with _nobody_left(), _environment(processes), _signals_passed_on() as request:
         try:
             launch_agent(config, sys.executable, ["-u", "-m", "galvatron.train", str(folder.path)])
         except ChildFailedError as error:
@@ -82,10 +82,13 @@ def launch(folder: RunFolder, processes: int) -> Ended:
 @contextmanager
 def _environment(processes: int) -> Iterator[None]:
     """What ranks should find set, unless the user has set it."""
-    added = defaults_if_unset(
-        OMP_NUM_THREADS=str(max(1, len(os.sched_getaffinity(0)) // processes)),
-        KINETO_LOG_LEVEL="99",  # the profiler, which counts memory on CPUs, would announce itself
-    )
+    added = {
+        LAUNCHER: str(os.getpid()),
+        **defaults_if_unset(
+            OMP_NUM_THREADS=str(max(1, len(os.sched_getaffinity(0)) // processes)),
+            KINETO_LOG_LEVEL="99",  # the profiler, which counts memory on CPUs, would announce itself
+        ),
+    }
     os.environ.update(added)
     try:
         yield
@@ -143,6 +146,19 @@ def _signals_passed_on() -> Iterator[_PassedOn]:
         request.over()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _nobody_left() -> Iterator[None]:
+    """A signal may come while the agent starts ranks: those of which it does not know yet it does not end either."""
+    others = set(_children())
+    try:
+        yield
+    finally:
+        for child in set(_children()) - others:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 def _children() -> list[int]:

@@ -16,6 +16,7 @@ from galvatron.core.units import format_bytes
 from galvatron.planner.plan.plan import Plan
 from galvatron.processes.environment import settle
 from galvatron.processes.failures import is_symptom, report_failures
+from galvatron.processes.parents import outlive_parent
 from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch, Watched
 from galvatron.processes.world import join, own_device
@@ -46,6 +47,7 @@ def train_rank(path: Path) -> None:
     """Train this rank's share of the run in this folder, from its newest checkpoint if there is one."""
     folder = RunFolder(path)
     join()
+    outlive_parent()  # ranks that have met watch each other, and end in order
     stop = StopRequest()  # until all have met there is nothing to save, and signals end the process
     report_failures()
     plan, settings = folder.load()
