@@ -371,13 +371,13 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
             continue
         gradients = gradients or {
             name: torch.zeros_like(own) if own.grad is None else own.grad.clone()
-            for name, own in model.named_parameters()
+            for name, own in model.named_parameters(remove_duplicate=False)
         }
         if case.clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {name: own.detach() for name, own in model.named_parameters()}
+    parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
     return _Record(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
 
 

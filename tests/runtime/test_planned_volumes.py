@@ -143,7 +143,10 @@ def _iteration(case: Case, plan: galvatron.Plan, folder: Path, batch: dict[str, 
     model.compares_batches = False  # which the first step does, once
     with Traffic() as traffic:
         model.forward_backward(batch)
-    return [one for one in traffic.sent if one.size > 8]
+    sent: list[Sent] = list(traffic.sent)
+    loss = sent.pop()
+    assert loss.size == 8 * (1 + len(model.shapes)), "the loss, and which parameters had a part in it"
+    return sent
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class ParallelModel:
         self.training = True
         """Whether :meth:`forward_backward` drops out, as ``train()`` and ``eval()`` say."""
         self._hooks = [hooks_of(local.master) for local in self.locals]
+        self._places = {name: place for place, name in enumerate(self._shapes)}
+        self._parts_in_loss: tuple[list[str], Tensor] | None = None
         watch(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -219,6 +221,8 @@ class ParallelModel:
             self.compares_batches = False
         self._check_parameters()
         earlier = self._set_aside()
+        for own in self.locals:
+            own.came = False
         for unit in self._units:
             unit.refresh()
             unit.begin()
@@ -230,10 +234,31 @@ class ParallelModel:
         for parameter, exchange in self._exchanges:
             if parameter.master.grad is not None:
                 exchange(parameter.master.grad)
+        mean = self._mean(loss, self._came())
+        self._drop_gradients_of_none(mean)
         for parameter, gradient in earlier:
             parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
         self._iteration += 1
-        return self._mean(loss)
+        return mean
+
+    def _came(self) -> Tensor:
+        """1 for each parameter of the model that had a part in the loss on this rank."""
+        names = [own.name for own in self.locals if own.came]
+        if self._parts_in_loss is None or self._parts_in_loss[0] != names:  # the same in nearly every iteration
+            places = {self._places[name] for name in names}
+            flags = [float(place in places) for place in range(len(self._places))]
+            self._parts_in_loss = names, torch.tensor(flags, dtype=torch.float64, device=self.device)
+        return self._parts_in_loss[1]
+
+    def _drop_gradients_of_none(self, mean: PendingLoss) -> None:
+        """Ranks sum what they all have, so a parameter without a part in the loss gets a gradient of zeros where others
+        of its layer are summed. Where it had none on any rank it has no gradient, as in one process: optimizers would
+        decay it."""
+        zeros = [own for own in self.locals if not own.came and own.master.grad is not None]
+        counts = mean.others() if zeros else []
+        for own in zeros:
+            if not counts[self._places[own.name]]:
+                own.master.grad = None
 
     def _local(self, batch: Any) -> LocalBatch:
         if isinstance(batch, LocalBatch):
@@ -286,9 +311,11 @@ class ParallelModel:
                 unit.end_evaluation()
         return self._mean(loss)
 
-    def _mean(self, loss: Tensor | None) -> PendingLoss:
-        """Put the last stage's sums together."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
+    def _mean(self, loss: Tensor | None, others: Tensor | None = None) -> PendingLoss:
+        """Put the last stage's sums together; ``others`` are summed over ranks in the same message."""
+        totals = torch.zeros(1 + (0 if others is None else len(others)), device=self.device, dtype=torch.float64)
         if loss is not None:
-            total += loss.double() / self._loss_replicas
-        return PendingLoss(total, dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None)
+            totals[0] += loss.double() / self._loss_replicas
+        if others is not None:
+            totals[1:] = others
+        return PendingLoss(totals, dist.all_reduce(totals, async_op=True) if dist.get_world_size() > 1 else None)

@@ -20,16 +20,23 @@ class PendingLoss:
     last ones could already update their weights, so it is best read after the optimizer's step.
     """
 
-    def __init__(self, total: Tensor, work: dist.Work | None) -> None:
-        """``work``: the sum over ranks that ``total`` is part of."""
-        self._total, self._work = total, work
+    def __init__(self, totals: Tensor, work: dist.Work | None) -> None:
+        """``totals``: the loss, and what else is summed with it; ``work``: the sum over ranks that they are part of."""
+        self._totals, self._work = totals, work
 
     def tensor(self) -> Tensor:
         """The value as a tensor on the model's device; computing with it waits on the device, not here."""
+        return self._summed().reshape(-1)[0]
+
+    def others(self) -> list[float]:
+        """What else was summed."""
+        return [float(value) for value in self._summed()[1:].tolist()]
+
+    def _summed(self) -> Tensor:
         if self._work is not None:
             finish([self._work])
             self._work = None
-        return self._total
+        return self._totals
 
     def item(self) -> float:
         return float(self.tensor())

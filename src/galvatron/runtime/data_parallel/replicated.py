@@ -45,6 +45,7 @@ class ReplicatedUnit(Unit):
 
     def _take(self, local: LocalParameter, work: Tensor) -> None:
         """A parameter's gradient for one micro-batch is there."""
+        local.came = True
         if work is not local.master and work.grad is not None:
             if self._flat is None and self._group is not None:
                 self._attach_gradients()

@@ -128,6 +128,10 @@ class ShardedUnit(Unit):
         """Whether gradients reach the layer; False where nothing in it nor before it trains."""
         self.locals = [local for local, _ in pairs]
         self._sharded = [parameter for _, parameter in pairs]
+        held = {id(parameter): local for local, parameter in pairs}
+        self._by_name = {name: held[id(own)] for name, own in module.named_parameters() if id(own) in held}
+        self._filled, self._seen = set[str](), set[str]()
+        """Parameters that got a gradient of zeros in some micro-batch, and those that had one of their own."""
         device = self._sharded[0].device
         self._reduction = FsdpReduceScatter(device) if device.type == "cuda" else None
         if self._reduction is not None:
@@ -146,6 +150,8 @@ class ShardedUnit(Unit):
         pass  # FSDP2 gathers from the masters
 
     def begin(self) -> None:
+        self._filled.clear()
+        self._seen.clear()
         for local, parameter in zip(self.locals, self._sharded, strict=True):
             if local.master.grad is None:
                 parameter.grad = None
@@ -164,14 +170,22 @@ class ShardedUnit(Unit):
 
     def passed(self) -> None:
         # FSDP2 sends what has a gradient; the message must be the same on all ranks.
-        for whole in self.module.parameters():
-            sharded = isinstance(whole, DTensor)  # by another unit inside, whose message is gone
-            if whole.requires_grad and whole.grad is None and not sharded:
+        for name, whole in self.module.named_parameters():
+            if not whole.requires_grad or isinstance(whole, DTensor):  # sharded by a unit inside, whose message is gone
+                continue
+            if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
+                self._filled.add(name)
+            else:
+                self._seen.add(name)
 
     def finish(self) -> None:
         for local, parameter in zip(self.locals, self._sharded, strict=True):
             local.master.grad = None if parameter.grad is None else local_part(parameter.grad)
+            local.came = parameter.grad is not None
+        for name in self._filled - self._seen:
+            if name in self._by_name:
+                self._by_name[name].came = False
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -43,10 +43,12 @@ class LocalParameter:
         self.trained: bool = self.master.requires_grad
         """False: frozen. It has no gradient and no optimizer state, nothing of it is synchronised, and it is held in
         the type that layers compute in. What is frozen is settled when the unit is made."""
+        self.came = False
+        """Whether it had a part in the loss on this rank, in this iteration."""
 
 
 class Unit(ABC):
-    """The parameters of one layer."""
+    """The parameters of one layer. Where a gradient has come it says so (``LocalParameter.came``)."""
 
     locals: list[LocalParameter]
 
