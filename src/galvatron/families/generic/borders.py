@@ -217,7 +217,11 @@ def _result_of_block(stubbed: StubbedModel, call: Call, first: nn.Module) -> Any
         return stubbed.shapes_of_block(call)
     except (RuntimeError, NotImplementedError):
         block = copy.deepcopy(first)
-        block = block.to_empty(device="cpu") if any(own.is_meta for own in block.parameters()) else block.cpu()
+        if any(own.is_meta for own in block.parameters()):
+            block = block.to_empty(device="cpu")
+            for buffer in block.buffers():  # a table of experts must not hold what was in memory
+                nn.init.zeros_(buffer)
+        block = block.cpu()
         for own in block.parameters():
             nn.init.zeros_(own)
         return block(*call.args, **call.kwargs)
