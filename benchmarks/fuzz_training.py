@@ -1,12 +1,13 @@
 """Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
 
-    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context] > cases.jsonl
+    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context | --architectures] > cases.jsonl
 
 Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
 ``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
 ``refused``: a :class:`galvatron.GalvatronError` said why. ``different`` and ``error`` are defects, and end with exit
 status 1. Ranks are started once for all cases. ``--context`` divides sequences over ranks in most layers, of other
-models.
+models. ``--architectures`` draws from all architectures of transformers that train (``results/intake.jsonl``), each
+tiny, some with padding on the left; those that TP does not divide get none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,16 @@ from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.space import EXTENDED, Space
 from galvatron.runtime.unpriced import facts_of, unpriced
+from galvatron.runtime.verify import own_loss
+from intake_models import architectures as all_architectures
+from intake_models import training_of
+from intake_table import EQUAL
 
 __all__ = ["Drawn", "Outcome", "draw", "fuzz"]
 
+ALL = all_architectures()
+_NOT_IN_FP64 = ("MraForMaskedLM", "XGLMForCausalLM")
+"""Architectures whose stock models mix fp32 into fp64, or have a number that fp64 lacks."""
 _SPACE = Space(name="full", title="", switches=EXTENDED)
 _DIVIDED = Space(name="full", title="", switches=replace(EXTENDED, context_parallel=True))
 _WORLDS = (1, 2, 4, 4, 4, 8)
@@ -170,10 +178,12 @@ class Drawn:
     steps: int = 2
     context: bool = False
     """Sequences are divided over ranks in most layers."""
+    architecture: bool = False
+    """It is any of transformers' architectures."""
 
     @property
     def family(self) -> str:
-        return _models(context=self.context)[self.stock][0]
+        return _models(self.context)[self.stock][0]
 
     @property
     def devices(self) -> int:
@@ -192,16 +202,29 @@ class Outcome:
     drawn: dict[str, Any]
 
 
-def _models(*, context: bool) -> dict[str, tuple[str, dict[str, tuple[Any, ...]]]]:
+def _models(context: bool) -> dict[str, tuple[str, dict[str, tuple[Any, ...]]]]:
     return _DECODERS if context else _MODELS
 
 
-def draw(seed: int, most: int = 8, *, context: bool = False) -> Drawn:
+@cache
+def _known() -> dict[str, bool]:
+    """Architectures that train, by their names, and whether TP divides them."""
+    lines = (Path(__file__).parent / "results" / "intake.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {row["architecture"]: row["columns"] for row in map(json.loads, lines)}
+    return {
+        name: columns["TP"]["outcome"] == EQUAL
+        for name, columns in sorted(found.items())
+        if columns["DP"]["outcome"] == EQUAL and not ALL[name].images and name not in _NOT_IN_FP64
+    }
+
+
+def draw(seed: int, most: int = 8, *, context: bool = False, architectures: bool = False) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
-    models = _models(context=context)
-    stock = dice.choice(list(models))
-    switches = tuple((name, dice.choice(values)) for name, values in models[stock][1].items())
+    models = _models(context)
+    stock = dice.choice(list(_known() if architectures else models))
+    options = {} if architectures else models[stock][1]
+    switches = tuple((name, dice.choice(values)) for name, values in options.items())
     world = dice.choice([own for own in _WORLDS if own <= most and (own > 1 or not context)])
     degree = dice.choice([own for own in (1, 1, 2, 4) if world % own == 0 and (own < world or not context)])
     micro_batches = dice.choice([1, 2, 3]) if degree == 1 else dice.choice([degree, degree + 1])
@@ -212,7 +235,7 @@ def draw(seed: int, most: int = 8, *, context: bool = False) -> Drawn:
         length=dice.choice([16, 16, 32] if context else [8, 8, 16, 16, 10]), padding=dice.random() < 0.5,
         positions=dice.random() < 0.3, optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
         clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
-        context=context,
+        context=context, architecture=architectures,
     )  # fmt: skip
     layered = _layered(case)
     facts = facts_of(layered, _training(case), stock)
@@ -220,6 +243,8 @@ def draw(seed: int, most: int = 8, *, context: bool = False) -> Drawn:
     count = len(layered.layers)
     degree = min(degree, count)
     cuts = sorted(dice.sample(range(1, count), degree - 1))
+    if architectures and not _known()[stock]:
+        kinds = {name: replace(kind, tensor_parallel=None) for name, kind in kinds.items()}
     chosen = [
         _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each, case.length), context=context)
         for index, layer in enumerate(layered.layers)
@@ -267,12 +292,37 @@ def _strategy(
 
 
 def _training(case: Drawn) -> Training:
+    if case.architecture:
+        return training_of(ALL[case.stock].stock)
     attention = Attention.FUSED if case.attention == "sdpa" else Attention.EAGER
     return Training(dropout=False, attention=attention, sequence_length=case.length if case.context else None)
 
 
 def _model(case: Drawn) -> nn.Module:
     """The stock model with every parameter random, some of them frozen."""
+    model = _tiny(case) if case.architecture else _configured(case)
+    dice = random.Random(case.seed)
+    parts = case.frozen.split("|") if case.frozen not in ("", "?") else []
+    named = list(model.named_parameters())
+    for name, own in named:
+        fits = any(part in name.lower() for part in parts)
+        own.requires_grad_(not (fits or (case.frozen == "?" and dice.random() < 0.33)))
+    if not any(own.requires_grad for _, own in named):
+        named[-1][1].requires_grad_()
+    return model
+
+
+def _tiny(case: Drawn) -> nn.Module:
+    model: Any = ALL[case.stock].model()[0].train()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if getattr(model.config, "_experts_implementation", None) is not None:  # grouped products have no fp64
+        model.set_experts_implementation("eager")
+    made: nn.Module = model
+    return made
+
+
+def _configured(case: Drawn) -> nn.Module:
     kind = case.family
     known = transformers.AutoConfig.for_model(kind).to_dict()
     drops = {name: value for name, value in _DROPS.items() if name in known}
@@ -285,13 +335,9 @@ def _model(case: Drawn) -> nn.Module:
         if case.family in ("mixtral", "deepseek_v3"):  # grouped products have no fp64
             config._experts_implementation = "eager"
         model: nn.Module = stock._from_config(config, attn_implementation=case.attention).train()
-        dice = random.Random(case.seed)
         with torch.no_grad():
-            for name, own in model.named_parameters():
+            for own in model.parameters():
                 own.add_(torch.randn_like(own), alpha=0.1)
-                parts = case.frozen.split("|") if case.frozen not in ("", "?") else []
-                fits = any(part in name.lower() for part in parts)
-                own.requires_grad_(not (fits or (case.frozen == "?" and dice.random() < 0.33)))
     return model
 
 
@@ -310,12 +356,30 @@ def _batches(case: Drawn) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(case.seed)
     made = []
     for _ in range(case.steps * case.accumulate):
-        length = None if "image_size" in dict(case.switches) else case.length
+        pictures = ALL[case.stock].stock.main_input_name != "input_ids" if case.architecture else False
+        length = None if pictures or "image_size" in dict(case.switches) else case.length
         batch = layered.example(case.batch, length, generator)
-        if "input_ids" in batch:
+        if case.architecture:
+            _mask(case, batch, generator)
+        elif "input_ids" in batch:
             _pad(case, batch, generator)
         made.append({name: own.double() if own.is_floating_point() else own for name, own in batch.items()})
     return made
+
+
+def _mask(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
+    """Of any architecture: padding on the right, or in a third of the cases on the left, and targets left out."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if ids is None or labels is None or ids.ndim != 2 or labels.shape != ids.shape or labels.is_floating_point():
+        return
+    count = ids.shape[1]
+    if case.padding and not {"attention_mask", "decoder_input_ids"} & batch.keys():
+        kept = torch.randint(count // 2, count + 1, (len(ids), 1), generator=generator)
+        places = torch.arange(count)[None]
+        mask = places >= count - kept if case.seed % 3 == 0 else places < kept
+        batch["attention_mask"], labels = mask.long(), torch.where(mask, labels, IGNORED)
+    left_out = torch.rand(labels[:, 1:].shape, generator=generator) < 0.2
+    batch["labels"] = torch.cat([labels[:, :1], torch.where(left_out, IGNORED, labels[:, 1:])], dim=1)
 
 
 def _pad(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
@@ -347,8 +411,10 @@ class _Record:
     parameters: dict[str, Tensor]
 
 
-def _stock_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The stock model's own loss, of causal models in full precision, which it would round to fp32."""
+def _stock_loss(model: nn.Module, batch: dict[str, Tensor], *, rounded: bool = False) -> Tensor:
+    """The stock model's own loss; of causal models in full precision, unless ``rounded`` to fp32 as they do it."""
+    if rounded:
+        return own_loss(model, batch, None)
     output = model(**batch)
     loss: Tensor = output.loss
     if loss.dtype == output.logits.dtype:
@@ -364,7 +430,7 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
     optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), **_OPTIMIZERS[case.optimizer])
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for number, batch in enumerate(given):
-        loss = _stock_loss(model, batch)
+        loss = _stock_loss(model, batch, rounded=case.architecture)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
         if (number + 1) % case.accumulate:
@@ -413,9 +479,15 @@ def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tenso
     return _Record(losses=losses, norms=norms, gradients=gradients, parameters=dict(model.whole_parameters()))
 
 
-def _difference(ours: _Record, theirs: _Record) -> str | None:
+def _difference(ours: _Record, theirs: _Record, noise: float) -> str | None:
+    """``noise``: times the usual rounding."""
+    close: dict[str, Any] = {
+        "rtol": 1e-5,
+        "atol": 1e-6,
+        "equal_nan": True,
+    }  # rows of padding alone, where stock has NaN
     for what, mine, other in (("losses", ours.losses, theirs.losses), ("norms", ours.norms, theirs.norms)):
-        if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-6):
+        if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), **close):
             return f"{what} {mine}, expected {other}"
     for what, found, whole, tolerance in (
         ("gradient", ours.gradients, theirs.gradients, _CLOSE),
@@ -423,7 +495,8 @@ def _difference(ours: _Record, theirs: _Record) -> str | None:
     ):
         for name, own in found.items():
             scale = whole[name].abs().max().clamp(min=1.0)
-            if not torch.allclose(own / scale, whole[name] / scale, **tolerance):
+            wide = {**tolerance, "atol": noise * tolerance["atol"], "equal_nan": True}
+            if not torch.allclose(own / scale, whole[name] / scale, **wide):
                 return f"{what} of {name} off by {(own - whole[name]).abs().max():.1e} of {scale:.1e}"
     return None
 
@@ -434,19 +507,21 @@ Run = Callable[..., list[Any]]
 """Calls a function with arguments on each of so many ranks: ``run(devices, function, *args)``."""
 
 
-def fuzz(seeds: Sequence[int], run: Run, most: int = 8, *, context: bool = False) -> Iterator[Outcome]:
+def fuzz(
+    seeds: Sequence[int], run: Run, most: int = 8, *, context: bool = False, architectures: bool = False
+) -> Iterator[Outcome]:
     """What becomes of each seed's case."""
     for seed in seeds:
         began, drawn, kind = time.perf_counter(), {}, "error"
         try:
-            case = draw(seed, most, context=context)
+            case = draw(seed, most, context=context, architectures=architectures)
             drawn = asdict(case)
             given = _batches(case)
             found = run(case.devices, _together, case, _plan(case), given)
             said = next((own for own in found if isinstance(own, str)), None)
             if said is None:
                 expected = _alone(case, given)
-                differences = (_difference(own, expected) for own in found)
+                differences = (_difference(own, expected, 10 if architectures else 1) for own in found)
                 said = next((f"different: {own}" for own in differences if own is not None), "equal: ")
             kind, _, said = said.partition(": ")
         except Exception as error:  # of whatever kind: that is what is looked for
@@ -462,7 +537,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
     parser.add_argument("--workers", type=int, default=1, help="sets of ranks that run side by side")
     parser.add_argument("--most", type=int, default=8, help="devices of a case")
-    parser.add_argument("--context", action="store_true", help="divide sequences over ranks")
+    drawn = parser.add_mutually_exclusive_group()
+    drawn.add_argument("--context", action="store_true", help="divide sequences over ranks")
+    drawn.add_argument("--architectures", action="store_true", help="any of transformers' architectures")
     parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slice is None and given.workers > 1:
@@ -475,7 +552,8 @@ def main() -> int:
     last = given.seed + given.cases
     seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
     counts: Counter[str] = Counter()
-    for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, context=given.context):
+    kind = {"context": given.context, "architectures": given.architectures}
+    for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, **kind):
         counts[outcome.kind] += 1
         print(json.dumps(asdict(outcome)), flush=True)
     print(json.dumps({"counts": counts}), file=sys.stderr)

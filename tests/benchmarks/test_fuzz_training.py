@@ -20,12 +20,16 @@ _DIVIDED = (1, 2, 4, 7, 14, 22, 23, 27, 33, 35)
 """… whose sequences are divided: of nine models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
+_ARCHITECTURES = (1001, 1004, 1006, 1008, 1009, 1012)
+"""Cheap ones of any architecture."""
+
+
 def _run(world: int, *args: Any) -> list[Any]:
     return ranks(world).run(*args)
 
 
-def _equal(seeds: tuple[int, ...], most: int = 4, *, context: bool = False) -> None:
-    found = fuzz(seeds, _run, most, context=context)
+def _equal(seeds: tuple[int, ...], most: int = 4, **kind: bool) -> None:
+    found = fuzz(seeds, _run, most, **kind)
     wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in found if own.kind != "equal"]
     assert not wrong, "\n".join(wrong)
 
@@ -43,6 +47,15 @@ def test_divided_sequences() -> None:
     _equal(_DIVIDED, most=2, context=True)
 
 
+def test_architectures() -> None:
+    _equal(_ARCHITECTURES, architectures=True)
+
+
+@pytest.mark.slow
+def test_more_architectures() -> None:
+    _equal(tuple(range(1000, 1040)), architectures=True)
+
+
 @pytest.mark.slow
 def test_more_divided_sequences() -> None:
     _equal(tuple(range(40)), context=True)
@@ -58,7 +71,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import fuzz_training
 
     stock = fuzz_training._stock_loss
-    monkeypatch.setattr(fuzz_training, "_stock_loss", lambda model, batch: 1.001 * stock(model, batch))
+    monkeypatch.setattr(fuzz_training, "_stock_loss", lambda *args, **options: 1.001 * stock(*args, **options))
     (found,) = fuzz([_SHORT[0]], _run, 4)
     assert (found.kind, found.said.partition(" ")[0]) == ("different", "losses")
 
