@@ -37,6 +37,7 @@ from galvatron.families.build import without_weights
 from galvatron.families.layer import IGNORED, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.space import EXTENDED, Space
+from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.unpriced import facts_of, unpriced
 from galvatron.runtime.verify import own_loss
 from intake_models import architectures as all_architectures
@@ -46,8 +47,9 @@ from intake_table import EQUAL
 __all__ = ["Drawn", "Outcome", "draw", "fuzz"]
 
 ALL = all_architectures()
-_NOT_IN_FP64 = ("MraForMaskedLM", "XGLMForCausalLM")
-"""Architectures whose stock models mix fp32 into fp64, or have a number that fp64 lacks."""
+_LEFT_OUT = ("Mamba2ForCausalLM", "MraForMaskedLM", "XGLMForCausalLM", "PaliGemmaForConditionalGeneration")
+"""Architectures whose stock models mix fp32 into fp64, or have a number that fp64 lacks; in the last, a row without
+padding attends otherwise in a batch of its own than in one with padding."""
 _SPACE = Space(name="full", title="", switches=EXTENDED)
 _DIVIDED = Space(name="full", title="", switches=replace(EXTENDED, context_parallel=True))
 _WORLDS = (1, 2, 4, 4, 4, 8)
@@ -214,8 +216,17 @@ def _known() -> dict[str, bool]:
     return {
         name: columns["TP"]["outcome"] == EQUAL
         for name, columns in sorted(found.items())
-        if columns["DP"]["outcome"] == EQUAL and not ALL[name].images and name not in _NOT_IN_FP64
+        if columns["DP"]["outcome"] == EQUAL and not ALL[name].images and name not in _LEFT_OUT
     }
+
+
+@cache
+def _offered(stock: str) -> tuple[bool, bool]:
+    """Whether plans of an architecture may have TP, and sequence parallelism with it, as a trial says."""
+    if not _known()[stock]:
+        return False, False
+    model, training = ALL[stock].model()
+    return True, split_difference(model, training, sequence=True) is None
 
 
 def draw(seed: int, most: int = 8, *, context: bool = False, architectures: bool = False) -> Drawn:
@@ -243,10 +254,11 @@ def draw(seed: int, most: int = 8, *, context: bool = False, architectures: bool
     count = len(layered.layers)
     degree = min(degree, count)
     cuts = sorted(dice.sample(range(1, count), degree - 1))
-    if architectures and not _known()[stock]:
-        kinds = {name: replace(kind, tensor_parallel=None) for name, kind in kinds.items()}
+    offered = _offered(stock) if architectures else (True, True)
     chosen = [
-        _strategy(dice, layered, index, kinds[layer.kind], (world // degree, each, case.length), context=context)
+        _strategy(
+            dice, layered, index, kinds[layer.kind], (world // degree, each, case.length), offered, context=context
+        )
         for index, layer in enumerate(layered.layers)
     ]
     parts = zip([0, *cuts], [*cuts, count], strict=True)
@@ -259,6 +271,7 @@ def _strategy(
     index: int,
     kind: LayerSpec,
     sizes: tuple[int, int, int],
+    offered: tuple[bool, bool],
     *,
     context: bool,
 ) -> str:
@@ -278,8 +291,9 @@ def _strategy(
             (strategy.context_degree == 1 or divided.problem(strategy) is None)
             and (strategy.context_degree > 1 or not strategy.zero3)
             and rows % strategy.data_degree == 0
+            and (degree == 1 or offered[0])
             and kind.allows_tensor_parallel(degree)
-            and (not strategy.sequence_parallel or kind.allows_sequence_parallel(degree))
+            and (not strategy.sequence_parallel or (offered[1] and kind.allows_sequence_parallel(degree)))
             and (not strategy.fused_loss or layered.layers[index].projection is not None)
             and (kind.allows_grade(strategy) or (context and fused))  # of unknown families nobody has counted them
             and not strategy.offload  # nothing of these sizes is worth it

@@ -145,6 +145,12 @@ class _Description:
         if not layered.tensor_rules.blocks:
             return {}
         reason = split_difference(self._model, self._training, sequence=True)
+        if reason is not None and layered.tensor_rules.divisible:
+            undivided = split_difference(self._model, self._training)
+            if undivided is None:
+                _LOG.warning("%s: no sequence parallelism is offered, because %s", kind, reason)
+                layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
+            reason = undivided
         if reason is not None:
             _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, reason)
             return {}

@@ -82,8 +82,8 @@ def profile_model(
     for kind in model.kinds:
         if all(probe.variant.layer != kind.name for probe in probes):
             _LOG.warning(
-                "layer %r is not measured: a sample of %s tokens takes more than half of a device however it is "
-                "divided; it is counted, which may be far off", kind.name, model.training.sequence_length,
+                "layer %r is not measured: samples of %s tokens take too much of a device, however they are divided; "
+                "it is counted, which may be far off", kind.name, model.training.sequence_length,
             )  # fmt: skip
     job = LayerJob(
         model=model,

@@ -17,9 +17,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on. ``parent``: its process number, which may have ended already."""
-    if _on_its_end(signal.SIGKILL) and os.getppid() != parent:
+    """From now on. ``parent``: the number of the process that started this one, and may have ended already."""
+    if not _on_its_end(signal.SIGKILL):
+        return
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
+    except PermissionError:
+        pass  # it is there
 
 
 def outlive_parent() -> None:

@@ -211,7 +211,8 @@ class ParallelModel:
 
     def forward_backward(self, batch: Any) -> PendingLoss:
         """Run all micro-batches; afterwards gradients are complete. Returns the mean loss, the same on every rank; read
-        it late (after the optimizer's step), because that waits for all stages.
+        it late (after the optimizer's step), because that waits for all stages. Where a parameter had no part in the
+        loss here, this waits for them, to know whether it had one elsewhere.
 
         Gradients add up until they are dropped (``optimizer.zero_grad()``), as in PyTorch.
         """

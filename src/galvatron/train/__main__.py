@@ -11,8 +11,9 @@ from galvatron.processes.parents import end_with_parent
 
 
 def main() -> None:
-    if LAUNCHER in os.environ:
-        end_with_parent(int(os.environ[LAUNCHER]))  # before anything is imported that takes long
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is not None:
+        end_with_parent(int(launcher))  # before anything is imported that takes long
     quiet()  # before anything is imported that has something to say
     from galvatron.train.worker import train_rank
 

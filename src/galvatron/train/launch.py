@@ -151,19 +151,24 @@ def _signals_passed_on() -> Iterator[_PassedOn]:
 @contextmanager
 def _nobody_left() -> Iterator[None]:
     """A signal may come while the agent starts ranks: those of which it does not know yet it does not end either."""
-    others = set(_children())
     try:
         yield
     finally:
-        for child in set(_children()) - others:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        mark = f"{LAUNCHER}={os.getpid()}".encode()
+        for child in _children():
+            with suppress(OSError):  # it has ended, or is not ours to look at
+                if mark in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
 
 
 def _children() -> list[int]:
-    listed = Path("/proc/self/task").glob("*/children")
-    return [int(child) for path in listed for child in path.read_text(encoding="ascii").split()]
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            listed = Path(f"/proc/self/task/{thread}/children").read_text(encoding="ascii")
+            found += map(int, listed.split())
+    return found
 
 
 def _ended(folder: RunFolder, error: ChildFailedError, asked: signal.Signals | None) -> Ended:
