@@ -17,6 +17,7 @@ from galvatron.core.spec import Attention, ModelSpec, Precision, Training
 from galvatron.families import load_model
 from galvatron.families.build import build_meta
 from galvatron.measure.describe import describe
+from galvatron.runtime import split_trial
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _EXPERTS, _CHOSEN, _TOKENS = 16, 24, 4, 2, 4, 2, 8
 
@@ -166,3 +167,22 @@ def test_what_cannot_be_split_is_named(caplog: pytest.LogCaptureFixture, monkeyp
     spec = describe(build_meta(config, Training(dropout=False)), {"input_ids": ids, "labels": ids})
     assert not spec.splittable
     assert "splits self_attn.o_proj as 'diagonal', which cannot be done here" in caplog.text
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_sequence_that_must_not_be_divided_leaves_tensor_parallelism(
+    divides: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    config.architectures = ["Qwen2ForCausalLM"]
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    problem = None if divides else "it differs"
+    monkeypatch.setattr(split_trial, "split_difference", lambda *_, sequence=False: problem if sequence else None)
+    spec = describe(build_meta(config, Training(dropout=False)), {"input_ids": ids, "labels": ids})
+    block = spec.layers[1]
+    assert block.tensor_parallel is not None
+    assert block.allows_sequence_parallel(2) is divides
+    assert ("no sequence parallelism is offered, because it differs" in caplog.text) is not divides

@@ -22,7 +22,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.families.discovery import family_of
 
-__all__ = ["build_meta", "read_config", "stock_class", "without_weights"]
+__all__ = ["build_meta", "read_config", "stock_class", "with_buffers", "without_weights"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +40,18 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     for module in model.modules():
         copies.update({id(own): OrderedDict() for own in vars(module).values() if type(own) is OrderedDict and not own})
     return copy.deepcopy(model, copies)
+
+
+def with_buffers(model: nn.Module) -> nn.Module:
+    """A model on the meta device with values for its buffers, on which sizes and work do not depend."""
+    if not any(own.is_meta for own in model.buffers()):
+        return model
+    empty: nn.Module = without_weights(model)
+    for module in empty.modules():
+        for key, own in module.named_buffers(recurse=False):
+            if own.is_meta:
+                module._buffers[key] = torch.ones(own.shape, dtype=own.dtype)
+    return empty
 
 
 def build_meta(

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, FusedLoss, Kept, LayerSpec, ModelSpec, Precision, TensorParallel, Training
-from galvatron.families.build import without_weights
+from galvatron.families.build import with_buffers, without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
@@ -40,7 +40,7 @@ from galvatron.measure.real_integers import RealIntegers, faked, faked_tensor
 from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
 from galvatron.runtime.selective import Grade
-from galvatron.runtime.split_trial import split_difference
+from galvatron.runtime.split_trial import split_problems
 from galvatron.runtime.tensor_parallel.simulated import LoneGroup
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 
@@ -72,24 +72,12 @@ def describe(
             raise InvalidInput(f"precision: {training!r} given; expected one of {', '.join(Precision)}")
         training = Training(precision=Precision(training))
     training = Training() if training is None else training
-    model = _with_buffers(as_stock(model))
+    model = with_buffers(as_stock(model))
     own = own_module(model, batch, loss, inputs)
     named = name or type(model).__name__
     if own is None:
         return _Description(model, batch, training, loss).spec(named)
     return _Description(own.model, own.example, training, own.loss).spec(named)
-
-
-def _with_buffers(model: nn.Module) -> nn.Module:
-    """A model on the meta device with values for its buffers, on which sizes and work do not depend."""
-    if not any(own.is_meta for own in model.buffers()):
-        return model
-    empty: nn.Module = without_weights(model)
-    for module in empty.modules():
-        for key, own in module.named_buffers(recurse=False):
-            if own.is_meta:
-                module._buffers[key] = torch.ones(own.shape, dtype=own.dtype)
-    return empty
 
 
 class _Description:
@@ -144,16 +132,13 @@ class _Description:
             _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, layered.tensor_rules.refused)
         if not layered.tensor_rules.blocks:
             return {}
-        reason = split_difference(self._model, self._training, sequence=True)
-        if reason is not None and layered.tensor_rules.divisible:
-            undivided = split_difference(self._model, self._training)
-            if undivided is None:
-                _LOG.warning("%s: no sequence parallelism is offered, because %s", kind, reason)
-                layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
-            reason = undivided
-        if reason is not None:
-            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, reason)
+        whole, divided = split_problems(self._model, self._training)
+        if whole is not None:
+            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, whole)
             return {}
+        if divided is not None:
+            _LOG.warning("%s: no sequence parallelism is offered, because %s", kind, divided)
+            layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
         return self._trace(self._layered(), LoneGroup(_RANKS))
 
     def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, _Traced]:

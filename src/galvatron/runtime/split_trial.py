@@ -33,12 +33,18 @@ from galvatron.runtime.tensor_parallel.split import SplitParameters, TensorGroup
 from galvatron.runtime.trial import NotChecked, random_model, tiny_copy, trial_batches
 from galvatron.runtime.verify import FP32, FP64, Tolerance, judged, one_process
 
-__all__ = ["split_difference"]
+__all__ = ["split_difference", "split_problems"]
 
 _RANKS = 2
 _SIZE = (2, 16)
 """Rows and tokens of a trial batch."""
 _FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+
+
+def split_problems(model: nn.Module, training: Training) -> tuple[str | None, str | None]:
+    """Why tensor parallelism must not be used, and why not together with sequence parallelism; None: it may be."""
+    divided = split_difference(model, training, sequence=True)
+    return (None if divided is None else split_difference(model, training)), divided
 
 
 def split_difference(model: nn.Module, training: Training, *, sequence: bool = False) -> str | None:
