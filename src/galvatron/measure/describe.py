@@ -132,7 +132,8 @@ class _Description:
             _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, layered.tensor_rules.refused)
         if not layered.tensor_rules.blocks:
             return {}
-        whole, divided = split_problems(self._model, self._training)
+        divisible = bool(layered.tensor_rules.divisible)
+        whole, divided = split_problems(self._model, self._training, sequence=divisible)
         if whole is not None:
             _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, whole)
             return {}

@@ -41,10 +41,13 @@ _SIZE = (2, 16)
 _FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
-def split_problems(model: nn.Module, training: Training) -> tuple[str | None, str | None]:
-    """Why tensor parallelism must not be used, and why not together with sequence parallelism; None: it may be."""
-    divided = split_difference(model, training, sequence=True)
-    return (None if divided is None else split_difference(model, training)), divided
+def split_problems(model: nn.Module, training: Training, *, sequence: bool) -> tuple[str | None, str | None]:
+    """Why tensor parallelism must not be used, and why not together with sequence parallelism; None: it may be.
+
+    ``sequence``: whether there are layers whose sequence could be divided; else there is one thing to try.
+    """
+    divided = split_difference(model, training, sequence=sequence)
+    return (split_difference(model, training) if divided is not None and sequence else divided), divided
 
 
 def split_difference(model: nn.Module, training: Training, *, sequence: bool = False) -> str | None:
