@@ -34,7 +34,7 @@ _RUNS: dict[str, dict[str, Any]] = {
             **_VIRTUAL, "tokens": length * 1024, "batch": 1, "kind": ["--no-compile"], "more": more,
             "measure": ["--tp-degrees", "1", "--rounds", "3"],
         }
-        for length in (64, 128, 256)
+        for length in (64, 128, 256, 384)
         for variant, more in (("", []), ("-ulysses", ["--forbid", "ring"]), ("-ring", ["--forbid", "ulysses"]))
     },
 }  # fmt: skip
