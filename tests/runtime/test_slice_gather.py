@@ -42,6 +42,8 @@ class _Outcome:
 
     values: bool
     gradients: bool
+    alone: bool
+    """No more is kept alive than the result."""
     forward_volume: float
     backward_volume: float
 
@@ -80,7 +82,7 @@ def _stage(job: _Job, stage: list[Layout], pool: GroupPool) -> list[_Outcome]:
     for number, (source, target) in enumerate(pairwise(stage)):
         after = changed_rows(held, source.rows, target.rows)
         change = LayoutChange(pool, position, job.rows, source, target)
-        given = part(rank, whole, held[rank], source.sequence).requires_grad_()
+        given = part(rank, whole, held[rank], source.sequence).clone().requires_grad_()
         with Traffic() as forward:
             (changed,) = change((given,))
         with Traffic() as backward:
@@ -91,6 +93,7 @@ def _stage(job: _Job, stage: list[Layout], pool: GroupPool) -> list[_Outcome]:
             _Outcome(
                 said == after and torch.equal(changed, part(rank, whole, after[rank], target.sequence)),
                 torch.equal(given.grad, part(rank, gradient, held[rank], source.sequence)),
+                changed.untyped_storage().nbytes() == changed.nbytes,
                 forward.volume,
                 backward.volume,
             )
@@ -107,7 +110,7 @@ def _run(devices: int, job: _Job) -> list[_Outcome]:
         (rank, source, target)
         for rank, outcomes in enumerate(found)
         for (source, target), outcome in zip(pairs, outcomes, strict=True)
-        if not (outcome.values and outcome.gradients)
+        if not (outcome.values and outcome.gradients and outcome.alone)
     ]
     assert wrong == []
     assert all(outcomes == found[0] for outcomes in found), "every rank receives as much as the others"
@@ -164,6 +167,15 @@ def test_too_few_rows_for_both_layouts(devices: int, rows: int) -> None:
             assert outcome.forward_volume == pytest.approx(job.size * (source.parts - 1) / source.parts)
         if source.rows <= target.rows:
             assert outcome.forward_volume == 0
+
+
+@pytest.mark.parametrize("devices", [4, longer(8)])
+def test_one_sample(devices: int) -> None:
+    """Parts of its sequence are contiguous where they lie, and yet must not keep the whole of it alive."""
+    pairs = _pairs([layout for layout in layouts(devices) if not layout.rows])
+    assert any(source.sequence < target.sequence for source, target in pairs)
+    job = _Job(pairs, rows=1, tokens=devices)
+    assert [outcome.volume for outcome in _run(devices, job)] == pytest.approx(_charged(devices, job))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,13 @@ def sliced(whole: Tensor, group: ProcessGroup) -> Tensor:
             "pad them to a multiple"
         )
     tokens = whole.shape[1] // group.size()
-    return whole.narrow(1, group.rank() * tokens, tokens).contiguous()
+    return _copied(whole.narrow(1, group.rank() * tokens, tokens))
+
+
+def _copied(part: Tensor) -> Tensor:
+    """A part in memory of its own. Of a single row a part is contiguous as it is: a view, which would keep the whole
+    alive for as long as backward needs it."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _summed_in_place(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -101,7 +107,7 @@ def _all_features(part: Tensor, group: ProcessGroup) -> Tensor:
 
 def _own_features(whole: Tensor, group: ProcessGroup) -> Tensor:
     each = whole.shape[-1] // group.size()
-    return whole.narrow(-1, group.rank() * each, each).contiguous()
+    return _copied(whole.narrow(-1, group.rank() * each, each))
 
 
 _Function = Callable[[Tensor, ProcessGroup], Tensor]
