@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ class Ended:
         return self.status in (1, RankFailure.exit_status)
 
 
-def launch(folder: RunFolder, processes: int) -> Ended:
+def launch(folder: RunFolder, processes: int, say: Callable[[str], None]) -> Ended:
     """Run ``python -m galvatron.train FOLDER`` in so many processes until all have ended."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it is said better, once, by us
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
@@ -69,6 +69,7 @@ def launch(folder: RunFolder, processes: int) -> Ended:
         signals_to_handle=",".join(number.name for number in _heeded()),
     )
     with _nobody_left(), _environment(processes), _signals_passed_on() as request:
+        say(f"starting {processes} process{'es' * (processes > 1)}")  # a signal is answered from here on
         try:
             launch_agent(config, sys.executable, ["-u", "-m", "galvatron.train", str(folder.path)])
         except ChildFailedError as error:

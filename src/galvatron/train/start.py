@@ -122,10 +122,8 @@ def _run(asked: Asked, folder: RunFolder, plan: Plan, screen: Screen, phases: Ph
     from galvatron.train.launch import launch  # torch takes seconds
 
     for left in range(asked.max_restarts, -1, -1):
-        count = plan.cluster.devices
-        screen.say(f"starting {count} process{'es' * (count > 1)}")
         folder.write_start(phases.seconds)
-        ended = launch(folder, plan.cluster.devices)
+        ended = launch(folder, plan.cluster.devices, screen.say)
         if not ended.status:
             return
         if not ended.may_try_again or not left:
