@@ -17,7 +17,7 @@ from mutants import under
 from parity import cluster_of
 from ranks import ranks
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Qwen2Config, Qwen2ForCausalLM
 
 import galvatron
 from galvatron.core.errors import Unequal
@@ -213,3 +213,30 @@ def test_a_model_of_ones_own_is_compared_itself() -> None:
     assert error is None
     assert silent == []
     assert "_Own is not compared with the stock model before it trains" in warned[0]
+
+
+def _pali_gemma() -> PaliGemmaForConditionalGeneration:
+    text = {
+        "model_type": "gemma", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8, "projection_dim": 32,
+    }  # fmt: skip
+    config = PaliGemmaConfig(vision_config=vision, text_config=text, image_token_id=63, projection_dim=32)
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def _mixing(plan: galvatron.Plan) -> str | None:
+    torch.manual_seed(0)
+    return difference(_pali_gemma(), plan, device=_CPU)
+
+
+def test_a_stock_model_whose_rows_depend_on_the_padding_of_others_is_named() -> None:
+    """Text alone, which this model masks only where some row is padded. It also hands its mask to another model."""
+    ids = torch.zeros((1, 16), dtype=torch.long)
+    spec = galvatron.describe(_pali_gemma(), {"input_ids": ids, "labels": ids})
+    request = Request(model=spec, cluster=cluster_of(2), batch=2, schedule=ONE_F_ONE_B)
+    for said in ranks(2).run(_mixing, priced(request, [["dp2"] * len(spec.layers)])):
+        assert "PaliGemmaForConditionalGeneration: the stock model itself computes a row otherwise alone" in said

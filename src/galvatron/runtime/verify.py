@@ -199,7 +199,8 @@ def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -
                 answer = Answer(answer.loss / count, {key: own / count for key, own in answer.gradients.items()})
             wrong = judged(answer, loss, gradients)
             if wrong is not None and found is None:
-                found = f"{type(trial.model).__name__}: {_words(name, wrong)}"
+                mixes = _rows_depend_on_others(trial.model, batch, device)
+                found = f"{type(trial.model).__name__}: {_MIXES if mixes else _words(name, wrong)}"
         for local in parallel.locals:
             local.master.grad = None
     return collectives.all_gather_object(found, device)[0]  # type: ignore[no-any-return]
@@ -233,6 +234,30 @@ def _words(batch: str, wrong: str) -> str:
         f"{wrong}. This is a fault of Galvatron, so please report it with the plan. Until it is mended train under DP "
         "(galvatron plan --space dp), or, where that differs as well, give parallelize a loss of your own"
     )
+
+
+_MIXES = (
+    "the stock model itself computes a row otherwise alone than beside rows with padding, so its batches cannot be "
+    "divided over ranks or micro-batches. Where no row of yours is ever padded, leave this check out: "
+    "parallelize(…, check=False)"
+)
+
+
+def _rows_depend_on_others(stock: nn.Module, batch: Batch, device: torch.device) -> bool:
+    """Whether the stock model says something else of a row alone than of the same row in the batch."""
+    if "attention_mask" not in batch:
+        return False
+    model = copy.deepcopy(stock).to(device).eval()
+    taken = inspect.signature(model.forward).parameters
+    given = {name: own.to(device) for name, own in batch.items() if name in taken and name != "labels"}
+    try:
+        with torch.no_grad():
+            together, alone = (
+                logits_of(model(**{name: own[:rows] for name, own in given.items()}))[0] for rows in (None, 1)
+            )
+    except (RuntimeError, ValueError, TypeError, IndexError):  # others wait for an answer
+        return False
+    return not torch.allclose(together, alone, rtol=FP32.gradient, atol=FP32.gradient * float(together.abs().max()))
 
 
 @contextmanager

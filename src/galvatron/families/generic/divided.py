@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ class _TrialMask:
 
     plain: bool
     """Each token sees all, or itself and all before it: no window, no chunks, no documents."""
+    shape: ClassVar = (1, 1, 1, 1)
+    """As of a mask that is made: helpers look at it where one model hands its mask to another."""
+    ndim: ClassVar = 4
 
 
 def masked_otherwise(call: Call) -> bool:
@@ -154,7 +157,11 @@ def _note(
     return query.new_empty((rows, tokens, heads, value.shape[-1])), None
 
 
-def _note_mask(*_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> _TrialMask:
+def _note_mask(
+    *_: Any, mask_function: Any, attention_mask: Any = None, local_size: int | None = None, **__: Any
+) -> _TrialMask:
+    if isinstance(attention_mask, _TrialMask):
+        return attention_mask  # helpers leave one that is made as it is
     return _TrialMask(plain_mask(mask_function, local_size))
 
 
