@@ -22,6 +22,7 @@ from galvatron.runtime.trial import random_model
         ("codegen", "CodeGenForCausalLM", {}),  # four heads at least
         ("qwen3_next", "Qwen3NextForCausalLM", {}),  # heads of linear attention
         ("deepseek_v3", "DeepseekV3ForCausalLM", {}),  # heads of two parts
+        ("deepseek_v2", "DeepseekV2ForCausalLM", {"qk_rope_head_dim": 4}),  # one of them narrower than a tiny copy's
         ("luke", "LukeForMaskedLM", {}),  # a second vocabulary
         ("mobilebert", "MobileBertForMaskedLM", {}),  # narrower embeddings: a projection that must not be empty
     ],

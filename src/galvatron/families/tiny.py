@@ -69,7 +69,8 @@ _RULES: tuple[_Rule, ...] = (
         r"|v_head_dim|qk_nope_head_dim|dim_head|mamba_d_head|mamba_headdim",
         lambda own, _: _HEAD,
     ),
-    (r"qk_rope_head_dim|rotary_dim", lambda own, value: min(value, own.rotary)),
+    (r"qk_rope_head_dim", lambda own, _: own.rotary),
+    (r"rotary_dim", lambda own, value: min(value, own.rotary)),
     (r"qk_head_dim", lambda own, _: _HEAD + own.rotary),
     (r"mamba_d_ssm", lambda own, _: own.expand * own.width),
     (
