@@ -247,8 +247,9 @@ def test_models_and_clusters_are_listed(run: Run) -> None:
         (("plan", "bert-tiny", "-c", "titan-rtx-8", "--memory", "32GiB"), "32.0 GiB (34359738368 bytes) given"),
         (
             ("plan", "bert-tiny", "-c", "titan-rtx-8", "--pin", "encoder=tp4"),
-            "'galvatron models MODEL' shows the heads",
+            "4 does not divide its 2 heads, words or channels; 'galvatron models MODEL' shows them",
         ),
+        (("plan", "bert-tiny", "-c", "titan-rtx-8", "--pin", "encoder=ring2"), "add --context-parallel"),
     ],
 )
 def test_bad_input_is_explained_with_status_2(run: Run, arguments: tuple[str, ...], said: str) -> None:

@@ -22,7 +22,8 @@ from galvatron.runtime.trial import random_model
         ("codegen", "CodeGenForCausalLM", {}),  # four heads at least
         ("qwen3_next", "Qwen3NextForCausalLM", {}),  # heads of linear attention
         ("deepseek_v3", "DeepseekV3ForCausalLM", {}),  # heads of two parts
-        ("deepseek_v2", "DeepseekV2ForCausalLM", {"qk_rope_head_dim": 4}),  # one of them narrower than a tiny copy's
+        # … one of them narrower than in a tiny copy.
+        ("deepseek_v2", "DeepseekV2ForCausalLM", {"qk_rope_head_dim": 4, "num_experts_per_tok": 2}),
         ("luke", "LukeForMaskedLM", {}),  # a second vocabulary
         ("mobilebert", "MobileBertForMaskedLM", {}),  # narrower embeddings: a projection that must not be empty
     ],

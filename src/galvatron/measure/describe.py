@@ -35,7 +35,7 @@ from galvatron.families.given import as_stock
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
-from galvatron.measure.contexts import context_facts
+from galvatron.measure.contexts import context_facts, say_undivided
 from galvatron.measure.real_integers import RealIntegers, faked, faked_tensor
 from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
@@ -108,6 +108,7 @@ class _Description:
                 context = context_facts(layered, index, tokens, whole[layer.kind].attention_flops, self._training)
                 kinds[layer.kind] = replace(spec, context=context)
             counted |= own
+        say_undivided(layered, tokens)
         model = ModelSpec(
             name=name,
             family="generic",

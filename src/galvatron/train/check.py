@@ -251,11 +251,13 @@ def _with_tensor_parallelism(
 
 
 def _with_context(devices: int, reasons: Sequence[str | None]) -> Iterator[tuple[str, _Stages | str]]:
-    """Sequences divided; ``reasons``: of each layer, why its cannot be. Those layers are under DP."""
+    """Sequences divided; ``reasons``: of each layer, why its cannot be. Those layers are under DP. An embedding and a
+    head alone are not worth it."""
     if devices == 1:
         return
-    if all(reasons):
-        yield "CP", next(reason for reason in reasons if reason)
+    blocks = reasons[1:-1] or reasons
+    if all(blocks):
+        yield "CP", next(reason for reason in blocks if reason)
         return
 
     def stage(*strategies: str) -> _Stages:

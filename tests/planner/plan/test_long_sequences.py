@@ -90,8 +90,8 @@ def test_the_digest_of_a_model_does_not_depend_on_it() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("swin-huge-32", {"context_parallel": True}, "nobody knows how to divide sequences of swin-huge-32's layers"),
-        ("t5-large-32", {"context_parallel": True}, "nobody knows how to divide"),
+        ("swin-huge-32", {"context_parallel": True}, "sequences of swin-huge-32 cannot be divided over devices"),
+        ("t5-large-32", {"context_parallel": True}, "'galvatron check MODEL' says why"),
         ("llama3-8b", {"zero3": True}, "add --context-parallel, or drop --zero3"),
         ("llama3-8b", {"context_orders": True}, "add --context-parallel, or drop --context-orders"),
         (

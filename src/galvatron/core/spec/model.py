@@ -175,9 +175,9 @@ class LayerSpec:
         """Why they cannot; None: they can."""
         if strategy.context_degree == 1:
             return None
-        return (
-            "its sequences cannot be divided over devices" if self.context is None else self.context.problem(strategy)
-        )
+        if self.context is None:
+            return "its sequences cannot be divided over devices; 'galvatron check MODEL' says why"
+        return self.context.problem(strategy)
 
     def supports(self, strategy: Strategy) -> bool:
         """Whether the layer can have the strategy's switches, and its experts their axes."""

@@ -192,7 +192,11 @@ class Generic(LayeredModel):
     def why_undivided(self, index: int) -> str | None:
         layer = self.layers[index]
         if "" not in self._undivided:
-            own = f"{type(self.model).__name__} has a loss of your own" if self._own_loss else None
+            name, own = type(self.model).__name__, None
+            if self._own_loss:
+                own = f"{name} has a loss of your own"
+            elif self.wide_activations:
+                own = f"the loss of {name} has a term for the balance of experts, which is counted by whole samples"
             self._undivided[""] = own or why_undivided(self.model, self.anatomy, self._trial)
         if layer.kind not in self._undivided:
             found = self.attention(layer)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, Kind, ModelSpec, Strategy
 from galvatron.core.spec.limits import Limits, Pin
-from galvatron.planner.space import Space
+from galvatron.planner.plan.reasons import why_not
+from galvatron.planner.space import LONG_SEQUENCE, Space
 
 __all__ = ["limited_space", "parse_forbid", "parse_pins", "pinned"]
 
@@ -79,13 +80,17 @@ def pinned(limits: Limits | None, model: ModelSpec, space: Space, devices: int) 
         strategy = Strategy.parse(pin.strategy)
         degrees = space.pipeline_degrees(devices)
         if not any(strategy in space.strategies(devices // degree) for degree in degrees):
+            if strategy.context_degree > 1 and not space.switches.context_parallel:
+                raise InvalidInput(
+                    f"pin: {pin.strategy!r} divides sequences over devices, which is searched by default only for "
+                    f"samples of {LONG_SEQUENCE:,} tokens and more; add --context-parallel"
+                )
             raise InvalidInput(
                 f"pin: {pin.strategy!r} is no strategy of space {space.name!r} in a stage of {devices} devices or a "
                 "part of them; 'galvatron strategies' lists those that are"
             )
         if not model.allows(kinds[pin.layer], strategy):
-            shown = "heads or tokens do not divide; 'galvatron models MODEL' shows the heads of each kind"
-            reason = kinds[pin.layer].context_problem(strategy) or shown
+            reason = why_not(model, kinds[pin.layer], strategy)
             raise InvalidInput(f"pin: {pin.strategy!r} cannot run layer {pin.layer!r}: {reason}")
         if not model.attends(strategy):
             raise InvalidInput(

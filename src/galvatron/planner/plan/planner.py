@@ -10,7 +10,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import ONE_F_ONE_B, Cluster, Kind, ModelProfile, ModelSpec, Schedule, Strategy
+from galvatron.core.spec import ONE_F_ONE_B, Cluster, ModelProfile, ModelSpec, Schedule, Strategy
 from galvatron.core.spec.figures import MOST_SAMPLES
 from galvatron.core.spec.limits import Limits
 from galvatron.core.units import format_bytes
@@ -26,6 +26,7 @@ from galvatron.planner.cost import (
 )
 from galvatron.planner.plan.limiting import limited_space, pinned
 from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.reasons import why_not
 from galvatron.planner.plan.record import (
     FORMAT_VERSION,
     Certificate,
@@ -354,16 +355,9 @@ class _Pricing:
             if self.tables.time_ns[self.kinds[index], self.column_of[strategy]] < NEVER:
                 continue
             kind = self.request.model.layers[index]
-            whole = strategy.degree(Kind.TP) > 1 and kind.tensor_parallel is None and not kind.experts
-            reason = "TP cannot split it" if whole else "heads, tokens or samples do not divide"
+            reason = why_not(self.request.model, kind, strategy) or "samples do not divide"
             if strategy.offload and not self.request.cluster.device.offloads:
                 reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
-            elif not kind.allows_context(strategy):
-                reason = kind.context_problem(strategy) or reason
-            elif not kind.allows_grade(strategy):
-                reason = "nobody knows what it keeps then; use +rc or keep all"
-            elif not kind.allows_experts(strategy):
-                reason = "it has no experts" if kind.experts is None else "its experts do not divide"
             raise InvalidInput(
                 f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "
                 f"micro-batches of {self.decisions.micro_batch}: {reason}"

@@ -343,8 +343,8 @@ def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
     default = PAPER if setup.get("paper") else default_switches(cluster, length)
     if setup.get("context_parallel") and not model.divisible:
         raise InvalidInput(
-            f"--context-parallel: asked for, but nobody knows how to divide sequences of {model.name}'s layers over "
-            "devices (known: self-attention over whole sequences); leave it out"
+            f"--context-parallel: asked for, but sequences of {model.name} cannot be divided over devices; 'galvatron "
+            "check MODEL' says why; leave it out"
         )
     asked = setup.get("context_parallel")
     if asked is not None:
