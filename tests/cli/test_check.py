@@ -136,3 +136,26 @@ def test_a_model_with_experts(
     found = {each["strategy"]: each["equal"] for each in json.loads(out)}
     assert {"EP", "EP over SDP, recompute", "EP beside TP"} <= found.keys()
     assert all(equal for name, equal in found.items() if "EP" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "output_router_logits": True}, "balance"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4}, "a sliding window"),
+    ],
+)
+def test_why_sequences_are_not_divided(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fields: dict[str, Any],
+    said: str,
+) -> None:
+    """Not that the embedding and the head could be."""
+    status, out, err = _run(monkeypatch, capsys, _folder(tmp_path, **fields), "--devices", "2", "--json")
+    assert status == 0, err
+    (context,) = (each for each in json.loads(out) if each["strategy"].startswith("CP"))
+    assert context["equal"] is None
+    assert said in context["reason"]

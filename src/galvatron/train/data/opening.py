@@ -189,10 +189,10 @@ def _tokenizer(
 
 
 def _chat_tokenizer(given: str | Path | None, chat: Chat) -> SavedTokenizer:
-    """That of a chat model, with its template."""
+    """That of a chat model, with its template; of prompts and completions any that has a folder."""
     if given is None or str(given) in ("bytes", "train"):
         raise InvalidInput(
-            f"data {chat.name!r}: conversations need the tokenizer of a chat model, but "
+            f"data {chat.name!r}: conversations need a tokenizer with a folder, that of a chat model for messages, but "
             f"{'none' if given is None else repr(str(given))} was given; give its folder"
         )
     return SavedTokenizer(Path(given))
