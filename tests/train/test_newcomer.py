@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_from_a_folder_to_a_model_that_answers(
     run, out = RunFolder(tmp_path / "run"), tmp_path / "out"
     stops_at = [10, None]
 
-    def launch(known: RunFolder, processes: int) -> Ended:
+    def launch(known: RunFolder, processes: int, say: Callable[[str], None]) -> Ended:
         stop = stops_at.pop(0)
         job = Job(known.path, *known.load())
         assert job.world == processes == 2

@@ -288,7 +288,7 @@ def test_ranks_that_a_request_ended_are_told_from_ranks_that_failed(
         (["bert-tiny", "--weights", "empty"], "empty"),
         (["bert-tiny", "--data", "text.txt"], "no tokenizer was given"),
         (["bert-tiny", "--data", "text.txt", "--tokenizer", "bytes"], "has 10 tokens; one sample takes"),
-        (["gpt2-tiny", "--data", "chat.jsonl", "--tokenizer", "bytes"], "need the tokenizer of a chat model"),
+        (["gpt2-tiny", "--data", "chat.jsonl", "--tokenizer", "bytes"], "need a tokenizer with a folder"),
         (["gpt2-tiny", "--data", "bad.jsonl", "--tokenizer", "bytes"], "bad.jsonl"),
         (["vit-tiny", "--data", "text.txt"], "expected a folder of class folders"),
         (["PLAN", "--decay", "sudden"], "decay: 'sudden'"),
