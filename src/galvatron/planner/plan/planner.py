@@ -355,9 +355,13 @@ class _Pricing:
             if self.tables.time_ns[self.kinds[index], self.column_of[strategy]] < NEVER:
                 continue
             kind = self.request.model.layers[index]
-            reason = why_not(self.request.model, kind, strategy) or "samples do not divide"
+            reason = why_not(self.request.model, kind, strategy)
             if strategy.offload and not self.request.cluster.device.offloads:
                 reason = "the cluster does not say what device.host_bandwidth and device.host_memory are"
+            elif reason is None and self.decisions.micro_batch % strategy.data_degree:
+                reason = f"their samples do not divide over {strategy.data_degree} ranks"
+            elif reason is None:
+                reason = "the host has no room for all that it would offload"
             raise InvalidInput(
                 f"layer {index} ({kind.name}): strategy {str(strategy)!r} cannot run it in "
                 f"micro-batches of {self.decisions.micro_batch}: {reason}"

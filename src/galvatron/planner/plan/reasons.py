@@ -16,15 +16,14 @@ def _undivided(model: ModelSpec, kind: LayerSpec, strategy: Strategy) -> str | N
     if model.divides(kind, strategy):
         return None
     degree, split = strategy.degree(Kind.TP), kind.tensor_parallel
-    if degree > 1 and split is None:
-        return "TP cannot split it" if model.splittable else f"TP can split no layer of {model.name}"
     odd = [count for count in split.divides if count % degree] if split else []
     if odd:
         return f"{degree} does not divide its {odd[0]} heads, words or channels; 'galvatron models MODEL' shows them"
     if strategy.sequence_parallel and not kind.allows_sequence_parallel(degree):
         lengths = split.sequence_divides if split else ()
         return f"{degree} does not divide its {lengths[0]} tokens, as +sp would" if lengths else "it has no +sp"
-    return kind.context_problem(strategy)
+    whole = "TP cannot split it" if model.splittable else f"TP can split no layer of {model.name}"
+    return kind.context_problem(strategy) or whole
 
 
 def _unsupported(kind: LayerSpec, strategy: Strategy) -> str | None:
