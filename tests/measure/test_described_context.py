@@ -13,6 +13,7 @@ from torch import nn
 
 from galvatron.core.spec import Context, ModelSpec, Precision, Training
 from galvatron.families import load_model
+from galvatron.measure import contexts
 from galvatron.measure.describe import describe
 
 _SMALL: dict[str, Any] = {
@@ -84,6 +85,7 @@ def test_experts_follow_their_tokens() -> None:
         longer("Gemma2", {"head_dim": 16}),  # soft caps
         longer("GptOss", {"head_dim": 16, "num_local_experts": 4, "precision": Precision.FP32}),  # sinks
         longer("Mamba", {"state_size": 4}),
+        longer("Mixtral", {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True}),
     ],
 )
 def test_what_nobody_knows_how_to_divide_is_not_divided(name: str, changes: dict[str, Any]) -> None:
@@ -91,6 +93,19 @@ def test_what_nobody_knows_how_to_divide_is_not_divided(name: str, changes: dict
     blocks = [kind.context for kind in spec.kinds if kind.name not in ("embedding", "head")]
     assert blocks
     assert all(own is None for own in blocks)
+
+
+def test_long_samples_that_are_not_divided_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "MistralForCausalLM: long samples are not divided over devices in all its layers, because"
+    _described("Mistral", "eager", sliding_window=16)
+    assert said not in caplog.text, "32 tokens are not long"
+    monkeypatch.setattr(contexts, "LONG_SEQUENCE", 32)
+    _described("Mistral", "eager", sliding_window=None)
+    assert said not in caplog.text
+    _described("Mistral", "eager", sliding_window=16)
+    assert f"{said} MistralDecoderLayer: its attention has a sliding window" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["t5-large-32", "swin-huge-32", "vit-huge-32"])
