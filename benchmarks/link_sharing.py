@@ -129,7 +129,7 @@ def _rank(spec: dict[str, Any]) -> None:
 
     from galvatron.processes.world import join, own_device
 
-    join()
+    join(in_turn=True)
     device = own_device()
     every = _works(device, spec["scale"])
     works = {name: every[name] for name in spec["works"]}

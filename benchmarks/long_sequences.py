@@ -197,7 +197,7 @@ def _rank(spec: dict[str, Any]) -> None:
 
     from galvatron.processes.world import cap_memory, join, own_device
 
-    join()
+    join(in_turn=True)
     device = own_device()
     cap_memory(device, spec["memory_bytes"] - spec["reserved_bytes"])
     spec["narrow"] = device.type == "cuda"

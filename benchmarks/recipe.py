@@ -8,7 +8,8 @@ torchtitan's recipe: FSDP2 mixed precision on each block, blocks as they are or 
 without. The stock programs of LoRA cases are peft's loop: a bf16 base under autocast, without FSDP2. Figures are
 medians of steps after the first ones; each program runs ``--repeats`` times, in turns. Ours runs as stock models do,
 with its loss in chunks (``ours-fused``), with all but matrix products and attention recomputed, too
-(``ours-selective``), or uncompiled.
+(``ours-selective``), or uncompiled. ``float8`` and ``ours-float8`` compute linear layers of blocks in float8, scaled by
+rows, through torchao.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
     "bert": {"model": "bert", "batch": 32, "tokens": 512},
     "llama-2k-16": {"model": "llama", "batch": 16, "tokens": 2048},
     "llama-2k-32": {"model": "llama", "batch": 32, "tokens": 2048},
+    "llama-8k-8": {"model": "llama", "batch": 8, "tokens": 8192},
+    "qwen3-2k-8": {"model": "qwen3", "batch": 8, "tokens": 2048},
+    "qwen3-2k-16": {"model": "qwen3", "batch": 16, "tokens": 2048},
+    "bert-64": {"model": "bert", "batch": 64, "tokens": 512},
+    "bert-128": {"model": "bert", "batch": 128, "tokens": 512},
     "tiny": {"model": "tiny", "batch": 4, "tokens": 64},
     "lora-8b": {"model": "llama3-8b", "batch": 4, "tokens": 2048, "lora": 16},
+    "lora-8b-8": {"model": "llama3-8b", "batch": 8, "tokens": 2048, "lora": 16},
     "tiny-lora": {"model": "tiny", "batch": 4, "tokens": 64, "lora": 4},
 }
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,7 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-_PROGRAMS = ("eager", "compiled", "liger", "ours", "ours-fused", "ours-selective", "ours-eager")
+_PROGRAMS = (
+    "eager", "compiled", "liger", "float8", "ours", "ours-fused", "ours-selective", "ours-float8", "ours-eager",
+)  # fmt: skip
 _WARM, _TIMED = 6, 12
 _RATE = 1e-4
 
@@ -83,6 +92,12 @@ def _with_kernels(program: str, config: dict[str, Any]) -> None:
         import liger_kernel.transformers as liger
 
         getattr(liger, f"apply_liger_kernel_to_{config['model_type']}")()
+
+
+def _to_float8(block: Any) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name("rowwise"))
 
 
 def stock_model(config: dict[str, Any], device: Any, dtype: Any) -> Any:
@@ -135,6 +150,8 @@ def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[
     blocks = model.bert.encoder.layer if config["model_type"] == "bert" else model.model.layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks:
+        if program == "float8":
+            _to_float8(block)
         if program != "eager":
             block.compile()
         fully_shard(block, mp_policy=policy)
@@ -167,6 +184,7 @@ def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[C
         precision=Precision.BF16,
         sequence_length=case["tokens"],
         compile=program != "ours-eager",
+        float8=program == "ours-float8",
         dropout=False,
         lora=Lora(rank=case["lora"], alpha=2.0 * case["lora"]) if "lora" in case else None,
     )
@@ -175,7 +193,9 @@ def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[C
     strategies = ["single"] * len(spec.layers)
     if program == "ours-selective":
         strategies[1:-1] = ["single+rs"] * (len(spec.layers) - 2)
-    if program in ("ours-fused", "ours-selective"):
+    if program == "ours-float8":
+        strategies[1:-1] = ["single+f8"] * (len(spec.layers) - 2)
+    if program in ("ours-fused", "ours-selective", "ours-float8"):
         strategies[-1] = "single+fl"
     plan = priced(Request(model=spec, cluster=cluster, batch=case["batch"]), [strategies])
     model = galvatron.parallelize(None, plan, check=False)

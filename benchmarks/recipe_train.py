@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,9 +91,12 @@ def _galvatron(arguments: list[str], begin: float, log: list[tuple[float, str]])
     command = [sys.executable, "-m", "galvatron", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            log.append((round(time.perf_counter() - begin, 2), line.rstrip()))
-            print(*log[-1], flush=True)
+        try:
+            for line in process.stdout:
+                log.append((round(time.perf_counter() - begin, 2), line.rstrip()))
+                print(*log[-1], flush=True)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)  # else its ranks stay, and the GPU is not the next program's alone
     return process.returncode
 
 

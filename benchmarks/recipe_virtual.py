@@ -39,7 +39,7 @@ def _rank(spec: dict[str, Any]) -> None:
 
     from galvatron.processes.world import cap_memory, join, own_device
 
-    join()
+    join(in_turn=True)
     device, rank = own_device(), dist.get_rank()
     cap_memory(device, spec["tensor_bytes"])
     config = MODELS[spec["model"]]

@@ -67,7 +67,7 @@ class MeasureJob:
         from galvatron.processes.world import cap_memory, join, own_device
 
         warnings.simplefilter("ignore")  # the same from every rank
-        join()
+        join(in_turn=len(self.plan.stages) == 1)
         device = own_device()
         cap_memory(device, self.tensor_bytes)
         torch.manual_seed(0)

@@ -97,9 +97,10 @@ def test_ranks_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_MAX_NCHANNELS"] == "1"
     assert os.environ["NCCL_COMM_SPLIT_SHARE_RESOURCES"] == "as the user has it"  # to compare with
-    monkeypatch.delenv("NCCL_COMM_SPLIT_SHARE_RESOURCES")
-    be_virtual(3)
-    assert os.environ["NCCL_COMM_SPLIT_SHARE_RESOURCES"] == "1"
+    for in_turn in (False, True):
+        monkeypatch.delenv("NCCL_COMM_SPLIT_SHARE_RESOURCES")
+        be_virtual(3, in_turn=in_turn)
+        assert os.environ["NCCL_COMM_SPLIT_SHARE_RESOURCES"] == str(int(in_turn))
     assert len(paced) == 1  # and not twice
 
 

@@ -110,7 +110,7 @@ def _rank(job: Job, rank: int, world: int, port: int, pipe: Connection) -> None:
 def _peers(report: Report) -> Peers:
     store, rank, world = meet()
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = claim_device(rank)
+    device = claim_device(rank, in_turn=True)  # what is measured is one program
     own_store = PrefixStore(f"galvatron/profiler/{next(_NUMBERS)}", store)
     return Peers(rank=rank, world=world, local_world=local_world, device=device, store=own_store, report=report)
 

@@ -83,19 +83,21 @@ def check_virtual(devices: int) -> None:
         raise InvalidInput(f"virtual: {virtual} given, but the plan is for {devices} devices; give --virtual {devices}")
 
 
-def be_virtual(rank: int) -> None:
+def be_virtual(rank: int, *, in_turn: bool = False) -> None:
     """On a rank, before it uses CUDA: to be told from the others on its GPU, to reach them through links of one speed,
     and to leave the cores to them while it waits for the GPU. The cores carry the messages here, and a thread that
-    waits would else take one."""
+    waits would else take one. ``in_turn``: one thread carries the messages of all groups, each when those before it are
+    done. That is faster, but only for ranks that all begin their messages in one order: stages of a pipeline, which
+    send to each other, would wait for each other for ever."""
     if virtual_devices() is None:
         return
     _pace_links()
-    # One channel: more do not make sockets faster, but take multiprocessors from computing. One thread for the messages
-    # of all groups: with one each, messages of two groups at once take up to nine times as long.
+    # One channel: more do not make sockets faster, but take multiprocessors from computing.
     os.environ.update(
         NCCL_HOSTID=f"virtual{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="1"
     )
-    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
+    # With a thread for each group, messages of two groups at once take up to nine times as long.
+    os.environ.setdefault("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1" if in_turn else "0")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no GPU, as whoever uses it will say

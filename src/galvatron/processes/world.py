@@ -117,9 +117,9 @@ _MEETING = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says besides the rank."""
 
 
-def join(*, alone: bool = False) -> None:
+def join(*, alone: bool = False, in_turn: bool = False) -> None:
     """Join the other processes, if the program has not done so: NCCL on GPUs, gloo elsewhere. ``alone``: without
-    torchrun there is just this one, as in a notebook."""
+    torchrun there is just this one, as in a notebook; ``in_turn``: see :func:`be_virtual`."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ and not alone:
@@ -132,7 +132,7 @@ def join(*, alone: bool = False) -> None:
             f"RANK is set to {os.environ['RANK']}, but {' and '.join(missing)} not; start the program with torchrun, "
             "which sets them all, or set them"
         )
-    device = claim_device(int(os.environ.get("RANK", 0)))
+    device = claim_device(int(os.environ.get("RANK", 0)), in_turn=in_turn)
     store, rank, world = meet() if "RANK" in os.environ else (HashStore(), 0, 1)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
@@ -140,15 +140,15 @@ def join(*, alone: bool = False) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-def claim_device(rank: int) -> torch.device:
-    """This process's device, made ready: call it before anything uses CUDA.
+def claim_device(rank: int, *, in_turn: bool = False) -> torch.device:
+    """This process's device, made ready: call it before anything uses CUDA. ``in_turn``: see :func:`be_virtual`.
 
     The allocator is told to let its segments grow (unless the user has told it something). Else it holds up to half as
     much again as there are tensors where layers are sharded, and a plan that fits may run out of memory.
     """
     device = own_device()
     if device.type == "cuda":
-        be_virtual(rank)
+        be_virtual(rank, in_turn=in_turn)
         if not any(name in os.environ for name in _ALLOCATOR):
             # Not through the environment, which it may have read by now.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -92,7 +92,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"parallelize() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-    join(alone=sum(len(stage.devices) for stage in plan.stages) == 1)
+    join(alone=sum(len(stage.devices) for stage in plan.stages) == 1, in_turn=len(plan.stages) == 1)
     report_failures()
     check_world(plan, dist.get_world_size())
     check_schedule(plan)

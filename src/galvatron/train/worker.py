@@ -18,6 +18,7 @@ from galvatron.processes.environment import settle
 from galvatron.processes.failures import is_symptom, report_failures
 from galvatron.processes.parents import outlive_parent
 from galvatron.processes.stopping import Agreement, StopRequest
+from galvatron.processes.virtual import virtual_devices
 from galvatron.processes.watch import Watch, Watched
 from galvatron.processes.world import join, own_device
 from galvatron.runtime.checks import check_world
@@ -46,7 +47,8 @@ _CUT_OFF_S = 15.0
 def train_rank(path: Path) -> None:
     """Train this rank's share of the run in this folder, from its newest checkpoint if there is one."""
     folder = RunFolder(path)
-    join()
+    # Of virtual GPUs the launcher has written the plan; under torchrun it is there when all have joined.
+    join(in_turn=virtual_devices() is not None and len(folder.load()[0].stages) == 1)
     outlive_parent()  # ranks that have met watch each other, and end in order
     stop = StopRequest()  # until all have met there is nothing to save, and signals end the process
     report_failures()
