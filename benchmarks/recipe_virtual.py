@@ -101,7 +101,8 @@ def _ours(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     whole = load_cluster("h200-8")
     device: Device = replace(
         whole.device, name="eighth", memory_bytes=parse_bytes(args.memory), compiles=True,
-        memory_bytes_per_s=whole.device.memory_bytes_per_s / 8, bf16_flops_per_s=70e12,
+        memory_bytes_per_s=whole.device.memory_bytes_per_s / 8, bf16_flops_per_s=70e12, traffic=None,
+        compiled_traffic=None,
     )  # fmt: skip
     level: Level = replace(whole.levels[0], bytes_per_s=2e9, latency_s=50e-6)
     cluster = replace(whole, name="virtual", device=device, levels=(level,), reserved_bytes=parse_bytes(args.reserved))

@@ -15,7 +15,14 @@ from typer.testing import CliRunner
 
 from galvatron.cli import app
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Training
+from galvatron.families import load_cluster, load_model
+from galvatron.planner.plan.by_hand import priced
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request
 from galvatron.processes.virtual import _pace_links, be_virtual, check_virtual, virtual_devices, virtual_gpus
+from galvatron.runtime.parallelize import parallelize
+from galvatron.train.worker import train_rank
 
 _CHILD = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
@@ -157,3 +164,31 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch, driver: Path) -> No
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InvalidInput, match="not under torchrun"), virtual_gpus(2):
         pass
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_only_one_stage_has_its_messages_in_turn(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that send to each other would wait for each other for ever."""
+    joined: list[bool] = []
+
+    def join(*, in_turn: bool, alone: bool = False) -> None:
+        joined.append(in_turn)
+        raise InvalidInput("as far as this test goes")
+
+    monkeypatch.setenv("GALVATRON_VIRTUAL", "8")
+    plan = _plan(stages)
+    monkeypatch.setattr("galvatron.runtime.parallelize.join", join)
+    with pytest.raises(InvalidInput, match="as far as"):
+        parallelize(None, plan)
+    monkeypatch.setattr("galvatron.train.worker.join", join)
+    monkeypatch.setattr("galvatron.train.worker.RunFolder.load", lambda folder: (plan, None))
+    with pytest.raises(InvalidInput, match="as far as"):
+        train_rank(Path("run"))
+    assert joined == [stages == 1] * 2
+
+
+def _plan(stages: int) -> Plan:
+    model = load_model("bert-huge-32", Training())
+    request = Request(model=model, cluster=load_cluster("titan-rtx-8"), batch=8)
+    halves = [["dp8"] * len(model.layers)] if stages == 1 else [["dp4"] * 17, ["dp4"] * (len(model.layers) - 17)]
+    return priced(request, halves)

@@ -58,11 +58,10 @@ class ReplicatedUnit(Unit):
         if self._last and not self._missing:
             self._start_sum()
 
+    @torch.no_grad()
     def refresh(self) -> None:
         if self._copies:
-            torch._foreach_copy_(
-                [work.detach() for _, work in self._copies], [local.master.detach() for local, _ in self._copies]
-            )
+            torch._foreach_copy_([work for _, work in self._copies], [local.master for local, _ in self._copies])
 
     def begin(self) -> None:
         if self._group is None or any(local.master.grad is not None for local in self.locals):
