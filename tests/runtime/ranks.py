@@ -16,6 +16,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -150,6 +151,8 @@ def _serve(rank: int, world: int, port: int, stacks: Path, pipe: Connection) -> 
     gc.freeze()  # what is inherited is never collected: looking at it would copy its pages
     warnings.simplefilter("ignore")
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    if "torch._inductor.async_compile" in sys.modules:  # it may have compiled: its threads were not inherited
+        sys.modules["torch._inductor.async_compile"].AsyncCompile.pool.cache_clear()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
