@@ -71,6 +71,8 @@ class ParallelModel:
         self.device = settings.device
         self._dtype, self._tf32 = settings.master_dtype, settings.tf32
         self._pipeline, self._units, self._reader = parts.pipeline, parts.units, parts.reader
+        self.locals: list[LocalParameter] = [local for unit in self._units for local in unit.locals]
+        """This rank's part of each parameter, in the model's order."""
         self._exchanges, self._loss_replicas, self._shapes = parts.exchanges, parts.loss_replicas, parts.shapes
         self.buffers = parts.buffers
         """What checkpoints hold besides parameters."""
@@ -129,11 +131,6 @@ class ParallelModel:
         self._pipeline.stage.seed(state.seed)
 
     # What an optimizer needs
-
-    @property
-    def locals(self) -> list[LocalParameter]:
-        """This rank's part of each parameter, in the model's order."""
-        return [local for unit in self._units for local in unit.locals]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parts by the names of the stock model."""

@@ -16,6 +16,7 @@ from galvatron.families import load_model
 from galvatron.planner.cost import NEVER
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, default_batch_step, try_plan
+from galvatron.planner.plan.reasons import why_not
 from galvatron.planner.search import Feasibility, Tell, most_micro_batches
 from galvatron.planner.space import Space
 
@@ -69,8 +70,20 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     least = request.schedule.least_micro_batches(degree)
     if most is not None and most < least:
         return f"{where} {request.schedule.title} needs at least {least} micro-batches, but at most {most} are allowed"
-    data = ", ".join(str(d) for d in sorted({strategy.data_degree for strategy in strategies}))
-    return f"{where} no micro-batch can be divided by a data degree of {data}"
+    largest = max(request.batches)
+    if largest < least:
+        samples = f"{largest} sample{'s' if largest > 1 else ''}"
+        return f"{where} {request.schedule.title} needs at least {least} micro-batches, but a batch has {samples}"
+    possible = {
+        kind.name: sorted({own.data_degree for own in strategies if why_not(model, kind, own) is None})
+        for kind in model.kinds
+    }
+    never = [name for name, degrees in possible.items() if not degrees]
+    if never:
+        return f"{where} no strategy can run layers {never[0]!r}"
+    strictest = max(possible, key=lambda name: possible[name][0])
+    degrees = ", ".join(map(str, possible[strictest]))
+    return f"{where} no micro-batch can be divided by a data degree of {degrees}, as layers {strictest!r} must have"
 
 
 def make_plan(request: Request, tell: Tell | None = None, *, advised: bool = True) -> Plan:
