@@ -131,8 +131,14 @@ class Reader:
         for portion, names in zip(self._portions.distinct, self._needs, strict=True):
             own = {name: portion.rows.take(whole[name], self._index) for name in names & batch.keys()}
             part, mask = self._sliced(own, portion)
-            parts.append(({name: tensor.to(self._device, non_blocking=True) for name, tensor in part.items()}, mask))
+            parts.append(({name: self._here(tensor) for name, tensor in part.items()}, mask))
         return MicroBatch(self._layered, parts, self._dtype)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """On the rank's device. A copy from memory that the system may move waits for all that the GPU is doing."""
+        if self._device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
     def _sliced(self, rows: Batch, portion: Portion) -> tuple[Batch, ContextMask | None]:
         """Of these rows the tokens that this rank reads, where it does not read all."""

@@ -17,6 +17,7 @@ from galvatron.core.units import format_seconds
 from galvatron.processes.stopping import Agreement, StopRequest
 from galvatron.processes.watch import Watch
 from galvatron.runtime.compiled import compiler
+from galvatron.runtime.figures import Figures
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.optimizers import skipped_unless_finite, skips_itself
 from galvatron.train.checkpoints.checkpoints import Checkpoints
@@ -74,15 +75,18 @@ class Loop:
         losses: list[float] = []
         first = self.step
         stopped = False
+        follows = False
         began, before = time.monotonic(), sum(self.phases.seconds.values())
         for step in range(first + 1, self.settings.steps + 1):
             last = step == self.settings.steps
             saves = last or self._due(self.settings.save_every, step)
             due = last if self.settings.evaluate_every is None else self._due(self.settings.evaluate_every, step)
             evaluates = self.held_out is not None and due
+            compares = self._due(self.settings.compare_every or None, step)
             traced = self.settings.trace_step == step
             first_one = self.phases.phase("first step", _FIRST) if step == first + 1 else nullcontext()
-            with first_one, self.times.step(plain=not traced), self._traced(step) if traced else nullcontext():
+            timed = self.times.step(plain=not traced, follows=follows)
+            with first_one, timed, self._traced(step) if traced else nullcontext():
                 self.agreement.ask(self.stop.made)
                 figures = self._iteration(step)
                 stopped = self.agreement.answer() and not last
@@ -96,7 +100,7 @@ class Loop:
             self._show(step, figures)
             if step == first + 1:
                 self._say_compiled()
-            if self._due(self.settings.compare_every or None, step):
+            if compares:
                 self._compare_replicas(step)
                 self.memory.phase_done("comparing")
             if saves or stopped:
@@ -105,6 +109,7 @@ class Loop:
                 self.memory.phase_done("saving")
             if stopped:
                 break
+            follows = not (evaluates or compares or saves)
         with self.phases.phase("saving", "saving a checkpoint"):
             self.checkpoints.finish()
         self.phases.add("steps", time.monotonic() - began - sum(self.phases.seconds.values()) + before)
@@ -127,10 +132,13 @@ class Loop:
         loss = self.model.forward_backward(batch)
         clip = self.settings.clip
         norm = self.model.gradient_norm() if clip is None else self.model.clip_gradients(clip)
-        if skips_itself(self.optimizer):  # then the device need not wait for this process to read both figures
+        found = Figures(loss.tensor(), norm)
+        if skips_itself(self.optimizer):
+            # Then the device need not wait for this process to read both figures. And while it updates weights, this
+            # process gets the next batch ready.
             with skipped_unless_finite(self.optimizer, loss.tensor(), norm):
                 self._optimizer_step(step)
-        figures = {"loss": float(loss), "gradient_norm": float(norm), "learning_rate": rate}
+        figures = {**dict(zip(("loss", "gradient_norm"), found.read(), strict=True)), "learning_rate": rate}
         self._check_finite(step, figures, before.samples_seen)
         if not skips_itself(self.optimizer):
             self._optimizer_step(step)

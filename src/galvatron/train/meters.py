@@ -100,7 +100,7 @@ class PeakMemory:
 _UNSETTLED = 2
 """First steps of a process, which are slower."""
 _PARTS_OF = 10
-"""Steps of which the parts are taken: on a GPU that waits for the device after each."""
+"""Steps of which the parts are taken."""
 
 
 class IterationTimes:
@@ -114,20 +114,24 @@ class IterationTimes:
         self._parts: list[tuple[float, float, float, float]] = []
         self._count = 0
         self._data_s = 0.0
+        self._last_end = 0.0
         self._began: Moment | None = None
         self._ended: Moment | None = None
 
     @contextmanager
-    def step(self, *, plain: bool) -> Iterator[None]:
-        """One iteration; ``plain``: it neither saves nor evaluates, so its time counts."""
+    def step(self, *, plain: bool, follows: bool = False) -> Iterator[None]:
+        """One iteration; ``plain``: nothing is traced in it, so that its time counts; ``follows``: it comes at once
+        after the last one. A GPU may then still be updating weights for that one, and what this process has done since,
+        such as writing figures down, counts, too."""
         counts = plain and self._count >= _UNSETTLED
         if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
             self._pass_timer = self._stack.enter_context(self._model.timed())
         if counts and self._began is None:
             self._began = Moment.now()
-        started = time.perf_counter()
+        started = self._last_end if follows else time.perf_counter()
         yield
-        self.last_s = time.perf_counter() - started
+        self._last_end = time.perf_counter()
+        self.last_s = self._last_end - started
         self._count += 1
         taken = self._pass_timer.take() if self._pass_timer is not None else {}
         if not counts:

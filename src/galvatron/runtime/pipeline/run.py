@@ -47,10 +47,9 @@ class PassTimer:
             self._seconds[name] += time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """The seconds by name; the next ones are counted anew. Waits for the device."""
-        if self._spans:
-            torch.cuda.synchronize()
+        """The seconds by name; the next ones are counted anew. Waits until the device has come so far."""
         for name, begin, end in self._spans:
+            end.synchronize()
             self._seconds[name] += begin.elapsed_time(end) / 1e3
         self._spans.clear()
         taken = dict(self._seconds)
