@@ -1,13 +1,14 @@
 """Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
 
-    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context | --architectures] > cases.jsonl
+    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context | --architectures] [--adapters]
 
 Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
 ``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
 ``refused``: a :class:`galvatron.GalvatronError` said why. ``different`` and ``error`` are defects, and end with exit
 status 1. Ranks are started once for all cases. ``--context`` divides sequences over ranks in most layers, of other
 models. ``--architectures`` draws from all architectures of transformers that train (``results/intake.jsonl``), each
-tiny, some with padding on the left; those that TP does not divide get none.
+tiny, some with padding on the left; those that TP does not divide get none. ``--adapters`` gives the models low-rank
+adapters of peft, which then trains them alone.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import galvatron
+from fuzz_adapters import adapted, adapted_plan, draw_adapters, stock_of
+from fuzz_batches import mask_any, pad
 from fuzz_models import DECODERS, MODELS
 from galvatron.core.errors import GalvatronError
 from galvatron.core.spec import Attention, Context, Kind, LayerSpec, Strategy, Training
 from galvatron.families.build import without_weights
-from galvatron.families.layer import IGNORED, LayeredModel
+from galvatron.families.layer import LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.space import EXTENDED, Space
 from galvatron.runtime.split_trial import split_difference
@@ -102,6 +105,8 @@ class Drawn:
     """Sequences are divided over ranks in most layers."""
     architecture: bool = False
     """It is any of transformers' architectures."""
+    adapters: str = ""
+    """What peft is told, as JSON; empty: there are none."""
 
     @property
     def family(self) -> str:
@@ -149,7 +154,9 @@ def _offered(stock: str) -> tuple[bool, bool]:
     return True, split_difference(model, training, sequence=True) is None
 
 
-def draw(seed: int, most: int = 8, *, context: bool = False, architectures: bool = False) -> Drawn:
+def draw(
+    seed: int, most: int = 8, *, context: bool = False, architectures: bool = False, adapters: bool = False
+) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
     models = _models(context)
@@ -168,6 +175,8 @@ def draw(seed: int, most: int = 8, *, context: bool = False, architectures: bool
         clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
         context=context, architecture=architectures,
     )  # fmt: skip
+    if adapters:
+        case = replace(case, frozen="", adapters=draw_adapters(random.Random(seed), _model(case)))
     layered = _layered(case)
     facts = facts_of(layered, _training(case), stock)
     kinds = {kind.name: kind for kind in facts.kinds}
@@ -243,7 +252,7 @@ def _model(case: Drawn) -> nn.Module:
         own.requires_grad_(not (fits or (case.frozen == "?" and dice.random() < 0.33)))
     if not any(own.requires_grad for _, own in named):
         named[-1][1].requires_grad_()
-    return model
+    return adapted(model, case.adapters, case.seed) if case.adapters else model
 
 
 def _tiny(case: Drawn) -> nn.Module:
@@ -282,7 +291,7 @@ def _layered(case: Drawn) -> LayeredModel:
 
 @lru_cache(maxsize=1)
 def _layered_once(case: Drawn) -> LayeredModel:
-    return layered_model(without_weights(_model(case)))
+    return layered_model(without_weights(stock_of(_model(case))))
 
 
 def _batches(case: Drawn) -> list[dict[str, Tensor]]:
@@ -294,47 +303,11 @@ def _batches(case: Drawn) -> list[dict[str, Tensor]]:
         length = None if pictures or "image_size" in dict(case.switches) else case.length
         batch = layered.example(case.batch, length, generator)
         if case.architecture:
-            _mask(case, batch, generator)
+            mask_any(case, batch, generator)
         elif "input_ids" in batch:
-            _pad(case, batch, generator)
+            pad(case, batch, generator)
         made.append({name: own.double() if own.is_floating_point() else own for name, own in batch.items()})
     return made
-
-
-def _mask(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
-    """Of any architecture: padding on the right, or in a third of the cases on the left, and targets left out."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    if ids is None or labels is None or ids.ndim != 2 or labels.shape != ids.shape or labels.is_floating_point():
-        return
-    count = ids.shape[1]
-    if case.padding and not {"attention_mask", "decoder_input_ids"} & batch.keys():
-        kept = torch.randint(count // 2, count + 1, (len(ids), 1), generator=generator)
-        places = torch.arange(count)[None]
-        mask = places >= count - kept if case.seed % 3 == 0 else places < kept
-        batch["attention_mask"], labels = mask.long(), torch.where(mask, labels, IGNORED)
-    left_out = torch.rand(labels[:, 1:].shape, generator=generator) < 0.2
-    batch["labels"] = torch.cat([labels[:, :1], torch.where(left_out, IGNORED, labels[:, 1:])], dim=1)
-
-
-def _pad(case: Drawn, batch: dict[str, Tensor], generator: torch.Generator) -> None:
-    ids, labels = batch["input_ids"], batch["labels"]
-    pad = {"roberta": 1}.get(case.family, 0)
-    batch["input_ids"] = ids = torch.where(ids == pad, pad + 2, ids)  # which some models take for padding
-    if case.padding:
-        # A window that sees padding alone makes the stock model's own gradients NaN.
-        window = dict(case.switches).get("sliding_window") or case.length
-        least = max(case.length // 2, case.length - window + 1)
-        kept = torch.randint(least, case.length + 1, (len(ids), 1), generator=generator)
-        mask = torch.arange(case.length)[None] < kept
-        batch["attention_mask"] = mask.long()
-        if labels.shape == mask.shape and not case.stock.startswith("T5"):
-            batch["labels"] = torch.where(mask, labels, IGNORED)
-    if labels.ndim > 1:
-        batch["labels"][:, 1:] = torch.where(
-            torch.rand(labels[:, 1:].shape, generator=generator) < 0.2, IGNORED, batch["labels"][:, 1:]
-        )
-    if case.positions and case.stock in ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"):
-        batch["position_ids"] = torch.arange(case.length) + torch.randint(8, (len(ids), 1), generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +333,7 @@ def _stock_loss(model: nn.Module, batch: dict[str, Tensor], *, rounded: bool = F
 
 def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
     """The stock model by plain PyTorch."""
-    model = _model(case).double()
+    model = stock_of(_model(case).double())
     optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), **_OPTIMIZERS[case.optimizer])
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for number, batch in enumerate(given):
@@ -382,6 +355,8 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
 
 
 def _plan(case: Drawn) -> galvatron.Plan:
+    if case.adapters:
+        return adapted_plan(_model(case), case)
     plan = unpriced(facts_of(_layered(case), _training(case), case.stock), case.stages)
     return replace(plan, batch=case.batch, micro_batches=case.micro_batches, schedule=case.schedule)
 
@@ -442,13 +417,19 @@ Run = Callable[..., list[Any]]
 
 
 def fuzz(
-    seeds: Sequence[int], run: Run, most: int = 8, *, context: bool = False, architectures: bool = False
+    seeds: Sequence[int],
+    run: Run,
+    most: int = 8,
+    *,
+    context: bool = False,
+    architectures: bool = False,
+    adapters: bool = False,
 ) -> Iterator[Outcome]:
     """What becomes of each seed's case."""
     for seed in seeds:
         began, drawn, kind = time.perf_counter(), {}, "error"
         try:
-            case = draw(seed, most, context=context, architectures=architectures)
+            case = draw(seed, most, context=context, architectures=architectures, adapters=adapters)
             drawn = asdict(case)
             given = _batches(case)
             found = run(case.devices, _together, case, _plan(case), given)
@@ -458,6 +439,8 @@ def fuzz(
                 differences = (_difference(own, expected, 10 if architectures else 1) for own in found)
                 said = next((f"different: {own}" for own in differences if own is not None), "equal: ")
             kind, _, said = said.partition(": ")
+        except GalvatronError as error:
+            kind, said = "refused", str(error)
         except Exception as error:  # of whatever kind: that is what is looked for
             lines = str(error).strip().splitlines()
             said = f"{type(error).__name__}: {lines[0] if lines else ''} … {lines[-1] if lines else ''}"[:600]
@@ -474,6 +457,7 @@ def main() -> int:
     drawn = parser.add_mutually_exclusive_group()
     drawn.add_argument("--context", action="store_true", help="divide sequences over ranks")
     drawn.add_argument("--architectures", action="store_true", help="any of transformers' architectures")
+    parser.add_argument("--adapters", action="store_true", help="train low-rank adapters of peft")
     parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slice is None and given.workers > 1:
@@ -486,7 +470,7 @@ def main() -> int:
     last = given.seed + given.cases
     seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
     counts: Counter[str] = Counter()
-    kind = {"context": given.context, "architectures": given.architectures}
+    kind = {"context": given.context, "architectures": given.architectures, "adapters": given.adapters}
     for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, **kind):
         counts[outcome.kind] += 1
         print(json.dumps(asdict(outcome)), flush=True)

@@ -24,6 +24,10 @@ _ARCHITECTURES = (1001, 1004, 1006, 1008, 1009, 1012)
 """Cheap ones of any architecture."""
 
 
+_ADAPTERS = (0, 3, 8, 11, 14)
+"""Cheap ones with adapters of peft."""
+
+
 def _run(world: int, *args: Any) -> list[Any]:
     return ranks(world).run(*args)
 
@@ -49,6 +53,10 @@ def test_divided_sequences() -> None:
 
 def test_architectures() -> None:
     _equal(_ARCHITECTURES, architectures=True)
+
+
+def test_adapters() -> None:
+    _equal(_ADAPTERS, most=2, adapters=True)
 
 
 @pytest.mark.slow

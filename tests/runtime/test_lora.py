@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,9 +242,11 @@ def test_the_plan_counts_adapters(tmp_path: Path) -> None:
     assert by_hand.stages[0].memory.states == 4 * frozen + 16 * adapters
 
 
-def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any]) -> str:
-    """On a rank: what is said to a model with such adapters."""
+def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any], trained: str, frozen: str) -> str:
+    """On a rank: what is said to a model with such adapters, of which besides what is so named trains, or does not."""
     model = get_peft_model(stock_model(case), LoraConfig(r=3, lora_alpha=6, **options))
+    for name, own in model.named_parameters():
+        own.requires_grad_((own.requires_grad or trained in name) and frozen not in name)
     try:
         galvatron.parallelize(model, plan, device="cpu")
     except galvatron.InvalidInput as error:
@@ -263,5 +266,26 @@ def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any]) -> str:
 )
 def test_what_cannot_run_is_refused(options: dict[str, Any], expected: str) -> None:
     case = _Adapted(config=_LLAMA, stages=[["tp2"] * 4], batch=4)
-    for said in ranks(2).run(_said, case, _plan(case), options):
+    for said in ranks(2).run(_said, case, _plan(case), options, "nothing", "nothing"):
         assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("trained", "frozen", "expected"),
+    [
+        ("input_layernorm", "nothing", "peft: model.layers.0.input_layernorm.weight trains beside the adapters"),
+        ("q_proj.base_layer", "nothing", "peft: model.layers.0.self_attn.q_proj.weight trains beside the adapters"),
+        ("nothing", "lora_A", "lora_A.default.weight is frozen; adapters train as a whole"),
+        ("nothing", "lora_", "is_trainable=True"),
+    ],
+)
+def test_what_trains_besides_is_not_frozen_silently(trained: str, frozen: str, expected: str) -> None:
+    """Such as norms, and all biases; and adapters that were loaded to be looked at only."""
+    case = _Adapted(config=_LLAMA, stages=[["tp2"] * 4], batch=4)
+    for said in ranks(2).run(_said, case, _plan(case), {"target_modules": "all-linear"}, trained, frozen):
+        assert expected in said
+    model = _peft(case)
+    for name, own in model.named_parameters():
+        own.requires_grad_((own.requires_grad or trained in name) and frozen not in name)
+    with pytest.raises(galvatron.InvalidInput, match=re.escape(expected)):
+        galvatron.plan(model, cluster_of(2), batch=4, sequence_length=8, precision="fp32", compile=False)

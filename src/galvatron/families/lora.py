@@ -120,7 +120,27 @@ def without_peft(model: Any) -> Any:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is not None and adapter_of(head) is not None:
         raise InvalidInput("peft: the head has an adapter, which cannot be run; leave it out of target_modules")
+    _check_trained(base)
     return base
+
+
+def _check_trained(model: nn.Module) -> None:
+    """Of a model with adapters these train, and nothing else: plans freeze the rest, and exports leave it out."""
+    flags = {name: own.requires_grad for name, own in model.named_parameters() if is_adapter(name)}
+    if not flags:
+        return
+    also = next((name for name, own in model.named_parameters() if own.requires_grad and name not in flags), None)
+    if also is not None:
+        raise InvalidInput(
+            f"peft: {plain_name(also)} trains beside the adapters, which cannot be run; freeze it "
+            '(requires_grad_(False); in LoraConfig, bias="none")'
+        )
+    still = next((name for name, trains in flags.items() if not trains), None)
+    if still is not None:
+        raise InvalidInput(
+            f"peft: {still} is frozen; adapters train as a whole: unfreeze it (requires_grad_(True); "
+            "PeftModel.from_pretrained(…, is_trainable=True))"
+        )
 
 
 _INSIDE = (".lora_dropout", ".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B", ".lora_magnitude_vector")

@@ -16,7 +16,7 @@ from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import LayerSpec, ModelSpec, Training
 from galvatron.core.spec.tuning import Tuning
 from galvatron.families.layer import Layer, LayeredModel
-from galvatron.families.lora import adapter_of, is_adapter, plain_name
+from galvatron.families.lora import is_adapter, plain_name
 from galvatron.families.rules import Columns, Rows, Table, Vocabulary
 
 __all__ = ["check_frozen", "freeze", "frozen_parts", "tuned"]
@@ -139,17 +139,17 @@ def _tuning(layer: Layer, facts: LayerSpec, tied: Sequence[str], *, backward: bo
 
 def _with_adapters(own: Tuning, layer: Layer, facts: LayerSpec, training: Training) -> Tuning:
     """What low-rank adapters add: two thin products, and what lies between them."""
-    columns = {rule.path for rule in layer.rules if isinstance(rule, Columns)}
-    rows = {rule.path for rule in layer.rules if isinstance(rule, Rows)}
+    columns = {f"{rule.path}.lora_B." for rule in layer.rules if isinstance(rule, Columns)}
+    rows = {f"{rule.path}.lora_A." for rule in layer.rules if isinstance(rule, Rows)}
+    split = tuple(columns | rows)
     count, whole, ranks, width = 0, 0, 0, 1
-    for path, module in layer.named_modules():
-        adapter = adapter_of(module)
-        if adapter is None:
+    for name, stock, weight in layer.stock_parameters():  # parts of traced layers have names of their own
+        if not is_adapter(stock):
             continue
-        down, up = adapter.down.weight.numel(), adapter.up.weight.numel()
-        count += down + up
-        whole += (0 if path in rows else down) + (0 if path in columns else up)
-        ranks, width = ranks + adapter.down.out_features, adapter.down.in_features if not ranks else width
+        count += weight.numel()
+        whole += 0 if name.startswith(split) else weight.numel()
+        if ".lora_A." in stock:
+            ranks, width = ranks + len(weight), weight.shape[1] if not ranks else width
     tokens = training.sequence_length or max(1, facts.boundary_bytes // training.precision.bytes // width)
     return replace(
         own,

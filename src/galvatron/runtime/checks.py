@@ -86,7 +86,7 @@ def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
     for layer, own in zip((layer for stage in plan.stages for layer in stage.layers), layered.layers, strict=True):
         tuning = kinds.get(layer.layer)
         planned = 0 if tuning is None else tuning.adapter_parameters
-        found = sum(each.numel() for name, each in own.named_parameters() if is_adapter(name))
+        found = sum(each.numel() for _, stock, each in own.stock_parameters() if is_adapter(stock))
         if found != planned and layer.layer in kinds:
             raise PlanMismatch(
                 f"model: adapters of its layer {layer.index} ({own.kind}) have {found:,} parameters, those in the plan "
@@ -114,7 +114,7 @@ def kinds_of(plan: Plan, layered: LayeredModel) -> tuple[LayerSpec, ...]:
         return model_of_config(content, Path("model.config"), plan.model.name, training).kinds
     planned = {stock_kind(kind.name): kind for kind in plan.model.kinds}
     counts = {
-        layer.kind: sum(own.numel() for name, own in layer.named_parameters() if not is_adapter(name))
+        layer.kind: sum(own.numel() for _, stock, own in layer.stock_parameters() if not is_adapter(stock))
         for layer in layered.layers
     }
     return tuple(

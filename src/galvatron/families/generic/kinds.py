@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from galvatron.families.lora import adapter_of, is_adapter, plain_name, without_adapter
+
 __all__ = ["block_kinds"]
 
 _BLOCK = "block"
@@ -53,10 +55,16 @@ def _layer_types(model: nn.Module, count: int, stack: str) -> list[str]:
 
 
 def _outline(block: nn.Module) -> tuple[Any, ...]:
+    """What a block is made of, without low-rank adapters: the same whether it has some or not."""
+    adapted = tuple(f"{name}." for name, own in block.named_modules() if adapter_of(own) is not None)
     return (
         type(block).__name__,
-        tuple((name, type(own).__name__) for name, own in block.named_modules()),
-        tuple((name, tuple(own.shape)) for name, own in block.named_parameters()),
+        tuple(
+            (name, type(without_adapter(own)).__name__)
+            for name, own in block.named_modules()
+            if not name.startswith(adapted)
+        ),
+        tuple((plain_name(name), tuple(own.shape)) for name, own in block.named_parameters() if not is_adapter(name)),
     )
 
 
