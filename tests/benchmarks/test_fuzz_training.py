@@ -60,6 +60,12 @@ def test_adapters() -> None:
 
 
 @pytest.mark.slow
+def test_adapters_of_architectures() -> None:
+    """In some blocks only, in vision towers and in heads."""
+    _equal((202, 204, 208, 218), adapters=True, architectures=True)
+
+
+@pytest.mark.slow
 def test_more_architectures() -> None:
     _equal(tuple(range(1000, 1040)), architectures=True)
 

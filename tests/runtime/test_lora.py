@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import galvatron
 from galvatron.core.spec import Training, schedule_named
 from galvatron.core.spec.tuning import Lora
-from galvatron.families.lora import scale_at_rank
+from galvatron.families.build import build_meta
+from galvatron.families.lora import adapter_of, add_adapters, scale_at_rank
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
@@ -240,6 +241,37 @@ def test_the_plan_counts_adapters(tmp_path: Path) -> None:
     by_hand = _plan(case)
     frozen = spec.parameters - adapters
     assert by_hand.stages[0].memory.states == 4 * frozen + 16 * adapters
+
+
+_MIXTRAL = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 64,
+    "num_local_experts": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_all_linear_leaves_experts_out() -> None:
+    """peft takes experts and their router for linear, which have no adapters here."""
+    model = build_meta(_MIXTRAL, Training())
+    add_adapters(model, Lora(rank=2, alpha=4))
+    adapted = {name.rpartition(".")[2] for name, own in model.named_modules() if adapter_of(own) is not None}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    spec = load_any_model(_MIXTRAL, Training(sequence_length=8, lora=Lora(rank=2, alpha=4)))
+    assert spec.trained_parameters == 2 * 2 * (2 * (16 + 16) + 2 * (16 + 8))
+
+
+def test_adapters_in_some_blocks_and_beside_them() -> None:
+    """Of a model of unknown family: its plan is one for this model, whatever its parts are called when traced."""
+    config = {**_MIXTRAL, "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "pad_token_id": 0}
+    del config["num_local_experts"]
+    targets = ("model.layers.1.self_attn.q_proj",)
+    spec = load_any_model(
+        config, Training(sequence_length=8, dropout=False, lora=Lora(rank=2, alpha=4, targets=targets))
+    )
+    assert [layer.name for layer in spec.layers] == ["embedding+frozen", "block+frozen", "block+lora", "head+passed"]
+    plan = priced(Request(model=spec, cluster=cluster_of(2), batch=4), [["dp2"] * 4])
+    names = ranks(2).run(_fresh, plan)[0]
+    assert [name for name in names if "lora_A" in name] == [f"{targets[0]}.lora_A.default.weight"]
 
 
 def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any], trained: str, frozen: str) -> str:

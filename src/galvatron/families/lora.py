@@ -148,6 +148,8 @@ _INSIDE = (".lora_dropout", ".lora_A", ".lora_B", ".lora_embedding_A", ".lora_em
 
 def _unusable(module: Any) -> str | None:
     """What is unusual about a projection with an adapter."""
+    if hasattr(module, "parameter_name"):
+        return f"adapts {module.parameter_name}, a weight of experts or of their router"
     if not isinstance(module.base_layer, nn.Linear | Conv1D):
         return f"adapts a {type(module.base_layer).__name__}"
     if list(module.lora_A) != [_NAME] or list(module.active_adapters) != [_NAME]:
@@ -169,12 +171,26 @@ def add_adapters(model: nn.Module, lora: Lora) -> Any:
     conv = any(isinstance(module, Conv1D) for module in model.modules())
     alpha: Any = lora.alpha
     config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=conv)
+    if targets == ALL_LINEAR:
+        _leave_experts_out(config, model)
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise InvalidInput(f"lora-targets: {', '.join(lora.targets)} given, but peft says: {error}") from None
     adapted: Any = without_peft(model)
     return adapted.peft_config[_NAME]
+
+
+def _leave_experts_out(config: Any, model: nn.Module) -> None:
+    """Of a mixture of experts peft takes "all-linear" to mean experts and router, too, which are no projections in
+    transformers 5. What else is linear gets an adapter."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older peft, to which linear layers alone are linear
+        return
+    convert_peft_config_for_transformers(config, model, None)
+    if config.target_parameters:
+        config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
 
 
 def lora_of(model: nn.Module) -> Lora | None:
