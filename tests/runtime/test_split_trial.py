@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
 from galvatron.families.generic import adapter
+from galvatron.families.generic.tensor_plan import block_rules
 from galvatron.families.generic.tensor_rules import TensorRules, find_rules
 from galvatron.families.rules import Columns, Experts, PartialGradients, Rows, Rule, SharedKey, Summed, Table
 from galvatron.runtime.split_trial import split_difference
@@ -52,6 +53,16 @@ def _model(kind: str, name: str) -> nn.Module:
 def test_split_as_transformers_says(kind: str, name: str) -> None:
     """Norms of heads, scaled embeddings, gathered and packed projections, latent attention, experts; tied or not."""
     assert split_difference(_model(kind, name), _TRAINING, sequence=True) is None
+
+
+def test_norms_of_heads_that_the_plan_forgets() -> None:
+    """Without an entry their gradients would be of a rank's own heads."""
+    model: Any = _model("qwen3", "Qwen3ForCausalLM")
+    model._tp_plan = {name: style for name, style in model.tp_plan.items() if "_norm" not in name}
+    assert len(model.tp_plan)
+    assert not any("_norm" in name for name in model.tp_plan)
+    found = [rule.path for rule in block_rules(model, "model.layers.0") if isinstance(rule, PartialGradients)]
+    assert found == ["self_attn.q_norm", "self_attn.k_norm"]
 
 
 def _without(kind: type[Rule]) -> Callable[[tuple[Rule, ...]], tuple[Rule, ...]]:

@@ -57,7 +57,23 @@ def block_rules(model: nn.Module, name: str) -> tuple[Rule, ...]:
             style = plan.get(starred(f"{name}.{full}"))
             if style is not None:
                 rules += _of_parameter(full, parameter, style)
-    return tuple(rules)
+    silent = [path for path, _ in block.named_modules() if starred(f"{name}.{path}") not in plan]
+    return *rules, *_norms_of_heads(block, silent, rules, config)
+
+
+def _norms_of_heads(block: nn.Module, silent: list[str], rules: list[Rule], config: Any) -> list[Rule]:
+    """Norms of single heads that the plan forgets (Qwen3-VL-MoE's): a rank has some of the heads, and so a part of the
+    gradient."""
+    columns = {rule.path.rpartition(".")[0] for rule in rules if isinstance(rule, Columns) and not rule.gathered}
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    width = getattr(text, "head_dim", None)
+    return [
+        PartialGradients(path)
+        for path in silent
+        if path.rpartition(".")[0] in columns
+        and "norm" in path.rpartition(".")[2]
+        and {tuple(own.shape) for own in block.get_submodule(path).parameters()} == {(width,)}
+    ]
 
 
 def rules_within(attribute: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
