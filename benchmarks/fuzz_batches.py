@@ -11,6 +11,11 @@ from galvatron.families.layer import IGNORED
 
 __all__ = ["mask_any", "pad"]
 
+_PACKING = (
+    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Olmo2ForCausalLM", "GemmaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM",
+)  # fmt: skip
+
 
 def mask_any(case: Any, batch: dict[str, Tensor], generator: torch.Generator) -> None:
     """Of any architecture: padding on the right, or in a third of the cases on the left, and targets left out."""
@@ -28,7 +33,8 @@ def mask_any(case: Any, batch: dict[str, Tensor], generator: torch.Generator) ->
 
 
 def pad(case: Any, batch: dict[str, Tensor], generator: torch.Generator) -> None:
-    """Of the fuzzer's own models: padding on the right, targets left out, and positions that begin anywhere."""
+    """Of the fuzzer's own models: padding on the right, targets left out, and positions that begin
+    anywhere, or anew with each document."""
     ids, labels = batch["input_ids"], batch["labels"]
     padding = {"roberta": 1}.get(case.family, 0)
     batch["input_ids"] = ids = torch.where(ids == padding, padding + 2, ids)  # which some models take for padding
@@ -45,5 +51,16 @@ def pad(case: Any, batch: dict[str, Tensor], generator: torch.Generator) -> None
         batch["labels"][:, 1:] = torch.where(
             torch.rand(labels[:, 1:].shape, generator=generator) < 0.2, IGNORED, batch["labels"][:, 1:]
         )
-    if case.positions and case.stock in ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"):
+    if case.positions and case.stock in _PACKING and case.seed % 2:
+        batch["position_ids"] = torch.stack([_packed(case.length, generator) for _ in ids])
+    elif case.positions and case.stock in ("BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"):
         batch["position_ids"] = torch.arange(case.length) + torch.randint(8, (len(ids), 1), generator=generator)
+
+
+def _packed(length: int, generator: torch.Generator) -> Tensor:
+    """Positions of a row with one to three documents, which the stock models tell apart by them."""
+    count = int(torch.randint(3, (), generator=generator))
+    starts = torch.randint(1, length, (count,), generator=generator)
+    begins = torch.zeros(length, dtype=torch.long)
+    begins[starts] = starts
+    return torch.arange(length) - begins.cummax(0).values
