@@ -28,6 +28,7 @@ from galvatron.families.lora import adapter_of, add_adapters, scale_at_rank
 from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
+from galvatron.runtime import verify
 from galvatron.runtime.compiled import why_not
 from galvatron.train.checkpoints.export import export_model
 
@@ -272,6 +273,17 @@ def test_adapters_in_some_blocks_and_beside_them() -> None:
     plan = priced(Request(model=spec, cluster=cluster_of(2), batch=4), [["dp2"] * 4])
     names = ranks(2).run(_fresh, plan)[0]
     assert [name for name in names if "lora_A" in name] == [f"{targets[0]}.lora_A.default.weight"]
+    assert ranks(2).run(_compared, plan) == [None, None]
+
+
+def _compared(plan: galvatron.Plan) -> str | None:
+    """On a rank: the comparison before training, which raises if there is none."""
+    training = plan.model.training
+    assert plan.model.config is not None
+    assert training.lora is not None
+    stock = build_meta(plan.model.config, training, as_named=True)
+    add_adapters(stock, training.lora)
+    return verify.difference(stock, plan, device=torch.device("cpu"))
 
 
 def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any], trained: str, frozen: str) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from galvatron.train.meters import IterationTimes
 
 
-@pytest.mark.parametrize(("follows", "expected"), [(True, 4.0), (False, 3.0)])
+@pytest.mark.parametrize(
+    ("device", "follows", "expected"), [("cuda", True, 4.0), ("cuda", False, 3.0), ("cpu", True, 3.0)]
+)
 def test_what_lies_between_steps_counts_where_they_follow(
-    monkeypatch: pytest.MonkeyPatch, follows: bool, expected: float
+    monkeypatch: pytest.MonkeyPatch, device: str, follows: bool, expected: float
 ) -> None:
     """A GPU goes on meanwhile. What evaluates or saves in between does not count."""
     now = [10.0]
     monkeypatch.setattr("galvatron.train.meters.time.perf_counter", lambda: now[0])
-    model: Any = None  # of which the first steps need nothing
+    model: Any = SimpleNamespace(device=torch.device(device))  # of which the first steps need nothing else
     times = IterationTimes(model)
     with times.step(plain=True):
         now[0] += 2.0

@@ -71,7 +71,8 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             strategy = Strategy.parse(layer.strategy)
             _check_sequence(layered, field, strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
-            _check_context(layered, layer.index, field, strategy, planned_kinds[layer.layer])
+            facts = planned_kinds.get(layer.layer) or planned_kinds[stock_kind(layer.layer)]  # a trial's are untuned
+            _check_context(layered, layer.index, field, strategy, facts)
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
                 raise InvalidInput(

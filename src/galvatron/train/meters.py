@@ -121,14 +121,14 @@ class IterationTimes:
     @contextmanager
     def step(self, *, plain: bool, follows: bool = False) -> Iterator[None]:
         """One iteration; ``plain``: nothing is traced in it, so that its time counts; ``follows``: it comes at once
-        after the last one. A GPU may then still be updating weights for that one, and what this process has done since,
-        such as writing figures down, counts, too."""
+        after the last one. A GPU may then still be updating weights for that one, and on GPUs what this process has
+        done since, such as writing figures down, counts, too."""
         counts = plain and self._count >= _UNSETTLED
         if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
             self._pass_timer = self._stack.enter_context(self._model.timed())
         if counts and self._began is None:
             self._began = Moment.now()
-        started = self._last_end if follows else time.perf_counter()
+        started = self._last_end if follows and self._model.device.type == "cuda" else time.perf_counter()
         yield
         self._last_end = time.perf_counter()
         self.last_s = self._last_end - started
