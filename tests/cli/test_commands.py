@@ -296,6 +296,10 @@ def test_infeasible_budgets_say_the_smallest_that_fits(run: Run) -> None:
     [
         (("bert-tiny", "--space", "dp", "--batch", "7"), "data degree of 8"),
         (("gpt2", "--batch", "1", "--pipeline", "1"), "data degree of 2, 4, 8, as layers 'decoder' must have"),
+        (
+            ("gpt2", "--batch", "4", "--pin", "embedding=dp8", "--pipeline", "1"),
+            "data degree of 8, as layers 'embedding'",
+        ),
         (("gpt2", "--batch", "1", "--pipeline", "4"), "at least 4 micro-batches, but a batch has 1 sample"),
         (("bert-base", "--space", "tp"), "does not divide the heads of 'encoder' (12)"),
         (("t5-tiny", "--space", "pp", "--batch", "8"), "more stages than the model's 7 layers"),

@@ -276,6 +276,17 @@ def test_adapters_in_some_blocks_and_beside_them() -> None:
     assert ranks(2).run(_compared, plan) == [None, None]
 
 
+def test_adapters_around_the_blocks_start_from_nothing() -> None:
+    """In layers that are traced, whose parts have names of their own."""
+    fields = {"model_type": "electra", "architectures": ["ElectraForSequenceClassification"], "embedding_size": 8}
+    training = Training(sequence_length=8, dropout=False, lora=Lora(rank=2, alpha=4))
+    spec = load_any_model({**_MIXTRAL, **fields}, training)
+    assert [layer.name for layer in spec.layers] == ["embedding+lora", *["block+lora"] * 2, "head+lora"]
+    first, second = ranks(2).run(_fresh, priced(Request(model=spec, cluster=cluster_of(2), batch=4), [["dp2"] * 4]))
+    assert "electra.embeddings_project.lora_A.default.weight" in first
+    assert all(torch.equal(own, second[name]) for name, own in first.items())
+
+
 def _compared(plan: galvatron.Plan) -> str | None:
     """On a rank: the comparison before training, which raises if there is none."""
     training = plan.model.training

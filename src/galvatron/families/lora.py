@@ -183,7 +183,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> Any:
 
 def _leave_experts_out(config: Any, model: nn.Module) -> None:
     """Of a mixture of experts peft takes "all-linear" to mean experts and router, too, which are no projections in
-    transformers 5. What else is linear gets an adapter."""
+    transformers 5. peft goes by the last part of names, so that a dense MLP or a shared expert whose projections are
+    called as those of experts gets no adapter either."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft, to which linear layers alone are linear
@@ -220,9 +221,12 @@ class AdaptedWeights:
     """Weights of a model with adapters: of the stock model from one source, of adapters from a folder as peft writes
     it, or as peft starts them: A as a linear layer, drawn from (seed, name) alone, B zero."""
 
-    def __init__(self, layered: LayeredModel, base: Weights, seed: int, folder: Path | None = None) -> None:
-        """``layered``: the model with adapters; ``base``: of the model without."""
+    def __init__(
+        self, layered: LayeredModel, plain: LayeredModel, base: Weights, seed: int, folder: Path | None = None
+    ) -> None:
+        """``layered``: the model with adapters, ``plain``: without; ``base``: the weights of that."""
         self._base, self._seed = base, seed
+        self._plain = [{layer.stock_name(name): name for name, _ in layer.named_parameters()} for layer in plain.layers]
         self._layers = [
             {name: (layer.stock_name(name), tuple(own.shape)) for name, own in layer.named_parameters()}
             for layer in layered.layers
@@ -233,9 +237,9 @@ class AdaptedWeights:
         return {name: shape for layer in self._layers for name, shape in layer.values() if is_adapter(name)}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        base = self._base.tensors(index)
+        base, names = self._base.tensors(index), self._plain[index]
         return {
-            name: self._adapter(stock, shape) if is_adapter(name) else base[plain_name(name)]
+            name: self._adapter(stock, shape) if is_adapter(stock) else base[names[plain_name(stock)]]
             for name, (stock, shape) in self._layers[index].items()
         }
 

@@ -137,7 +137,7 @@ class Reader:
     def _here(self, tensor: Tensor) -> Tensor:
         """On the rank's device. A copy from memory that the system may move waits for all that the GPU is doing."""
         if self._device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
+            tensor = tensor.contiguous().pin_memory()  # an expanded one has no memory of its own
         return tensor.to(self._device, non_blocking=True)
 
     def _sliced(self, rows: Batch, portion: Portion) -> tuple[Batch, ContextMask | None]:

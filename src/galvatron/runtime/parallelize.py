@@ -136,7 +136,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
         adapters = options.get("adapters")
-        source = AdaptedWeights(layered, source, seed, None if adapters is None else Path(adapters))
+        source = AdaptedWeights(layered, plain, source, seed, None if adapters is None else Path(adapters))
     elif options.get("adapters") is not None:
         raise InvalidInput(
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"

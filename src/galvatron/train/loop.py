@@ -85,7 +85,8 @@ class Loop:
             compares = self._due(self.settings.compare_every or None, step)
             traced = self.settings.trace_step == step
             first_one = self.phases.phase("first step", _FIRST) if step == first + 1 else nullcontext()
-            timed = self.times.step(plain=not traced, follows=follows)
+            quiet = not (evaluates or compares or saves)
+            timed = self.times.step(plain=not traced, follows=follows, followed=quiet)
             with first_one, timed, self._traced(step) if traced else nullcontext():
                 self.agreement.ask(self.stop.made)
                 figures = self._iteration(step)
@@ -109,7 +110,7 @@ class Loop:
                 self.memory.phase_done("saving")
             if stopped:
                 break
-            follows = not (evaluates or compares or saves)
+            follows = quiet
         with self.phases.phase("saving", "saving a checkpoint"):
             self.checkpoints.finish()
         self.phases.add("steps", time.monotonic() - began - sum(self.phases.seconds.values()) + before)

@@ -119,17 +119,24 @@ class IterationTimes:
         self._ended: Moment | None = None
 
     @contextmanager
-    def step(self, *, plain: bool, follows: bool = False) -> Iterator[None]:
+    def step(self, *, plain: bool, follows: bool = False, followed: bool = True) -> Iterator[None]:
         """One iteration; ``plain``: nothing is traced in it, so that its time counts; ``follows``: it comes at once
         after the last one. A GPU may then still be updating weights for that one, and on GPUs what this process has
-        done since, such as writing figures down, counts, too."""
+        done since, such as writing figures down, counts, too; ``followed``: so does another one after it."""
         counts = plain and self._count >= _UNSETTLED
         if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
             self._pass_timer = self._stack.enter_context(self._model.timed())
         if counts and self._began is None:
             self._began = Moment.now()
-        started = self._last_end if follows and self._model.device.type == "cuda" else time.perf_counter()
+        if self._pass_timer is not None:
+            self._pass_timer.take()  # what was evaluated since
+        cuda = self._model.device.type == "cuda"
+        if cuda and not follows:
+            torch.cuda.synchronize(self._model.device)  # the last update of weights is none of this step's
+        started = self._last_end if cuda and follows else time.perf_counter()
         yield
+        if cuda and not followed:
+            torch.cuda.synchronize(self._model.device)  # and this one is, where nothing else will wait for it
         self._last_end = time.perf_counter()
         self.last_s = self._last_end - started
         self._count += 1

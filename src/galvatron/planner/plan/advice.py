@@ -74,16 +74,27 @@ def _stuck(request: Request, space: Space, degree: int) -> str:
     if largest < least:
         samples = f"{largest} sample{'s' if largest > 1 else ''}"
         return f"{where} {request.schedule.title} needs at least {least} micro-batches, but a batch has {samples}"
+    pins = dict(request.pins)
     possible = {
-        kind.name: sorted({own.data_degree for own in strategies if why_not(model, kind, own) is None})
+        kind.name: sorted(
+            {own.data_degree for own in strategies if pins.get(kind.name, own) == own and not why_not(model, kind, own)}
+        )
         for kind in model.kinds
     }
-    never = [name for name, degrees in possible.items() if not degrees]
-    if never:
-        return f"{where} no strategy can run layers {never[0]!r}"
-    strictest = max(possible, key=lambda name: possible[name][0])
-    degrees = ", ".join(map(str, possible[strictest]))
-    return f"{where} no micro-batch can be divided by a data degree of {degrees}, as layers {strictest!r} must have"
+    for name, data in possible.items():
+        if not data:
+            return f"{where} no strategy can run layers {name!r}{' as pinned' if name in pins else ''}"
+        if not any(_divides(each, request, least) for each in data):
+            said = ", ".join(map(str, data))
+            return f"{where} no micro-batch can be divided by a data degree of {said}, as layers {name!r} must have"
+    return f"{where} no micro-batch can be divided by the data degrees that its layers can have"
+
+
+def _divides(data: int, request: Request, least: int) -> bool:
+    """Whether some batch has so many micro-batches, or more, that a data degree divides."""
+    most = request.limits.max_micro_batch if request.limits else None
+    batches = request.batches[:_TRIED] if most is None or data <= most else ()
+    return any(batch % data == 0 and batch // data >= least for batch in batches)
 
 
 def make_plan(request: Request, tell: Tell | None = None, *, advised: bool = True) -> Plan:

@@ -116,7 +116,7 @@ class Request:
             raise InvalidInput(f"time-limit: {self.time_limit_s:g} given; expected seconds, more than 0")
         if self.budget_bytes <= 0:
             raise InvalidInput("memory: the budget must be positive")
-        self._pins()
+        _ = self.pins  # refused here, and not in the search
         if self.limits and self.limits.max_micro_batch is not None and self.limits.max_micro_batch < 1:
             raise InvalidInput(f"max-micro-batch: {self.limits.max_micro_batch} given; it must be at least 1")
 
@@ -161,7 +161,9 @@ class Request:
         """The space of the request's name, with its extensions and within its limits."""
         return limited_space(space_named(self.space, self.effective_switches), self.limits, self.cluster)
 
-    def _pins(self) -> tuple[tuple[str, Strategy], ...]:
+    @property
+    def pins(self) -> tuple[tuple[str, Strategy], ...]:
+        """Kinds of layers that keep one strategy; raises :class:`InvalidInput` for what no plan could do."""
         return pinned(self.limits, self.model, self.searched_space, self.cluster.devices)
 
     def problem(self) -> Problem:
@@ -172,7 +174,7 @@ class Request:
                 cluster=self.cluster,
                 conventions=self.conventions,
                 profile=self.profile,
-                pins=self._pins(),
+                pins=self.pins,
             ),
             space=self.searched_space,
             max_micro_batch=self.limits.max_micro_batch if self.limits else None,
