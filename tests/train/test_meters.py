@@ -30,10 +30,10 @@ def test_what_lies_between_steps_counts_where_they_follow(
         now[0] += 2.0
     assert times.last_s == 2.0
     now[0] += 1.0
-    with times.step(plain=True, follows=follows):
+    with times.step(plain=True, followed=True):
         now[0] += 3.0
     assert times.last_s == expected
-    assert len(waited) == (0 if device == "cpu" else 1 if follows else 3)
+    assert len(waited) == (device == "cuda" and not follows)
 
 
 def test_what_is_evaluated_between_steps_is_no_work_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_what_is_evaluated_between_steps_is_no_work_of_the_next(monkeypatch: pyt
     model: Any = SimpleNamespace(device=torch.device("cpu"), timed=lambda: nullcontext(timer))
     times = IterationTimes(model)
     for _ in range(4):
-        with times.step(plain=True), timer("forward"):
+        with times.step(plain=True, followed=False), timer("forward"):
             now[0] += 1.0
         with timer("forward"):
             now[0] += 5.0

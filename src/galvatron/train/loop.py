@@ -75,7 +75,6 @@ class Loop:
         losses: list[float] = []
         first = self.step
         stopped = False
-        follows = False
         began, before = time.monotonic(), sum(self.phases.seconds.values())
         for step in range(first + 1, self.settings.steps + 1):
             last = step == self.settings.steps
@@ -85,8 +84,7 @@ class Loop:
             compares = self._due(self.settings.compare_every or None, step)
             traced = self.settings.trace_step == step
             first_one = self.phases.phase("first step", _FIRST) if step == first + 1 else nullcontext()
-            quiet = not (evaluates or compares or saves)
-            timed = self.times.step(plain=not traced, follows=follows, followed=quiet)
+            timed = self.times.step(plain=not traced, followed=not (evaluates or compares or saves))
             with first_one, timed, self._traced(step) if traced else nullcontext():
                 self.agreement.ask(self.stop.made)
                 figures = self._iteration(step)
@@ -110,7 +108,6 @@ class Loop:
                 self.memory.phase_done("saving")
             if stopped:
                 break
-            follows = quiet
         with self.phases.phase("saving", "saving a checkpoint"):
             self.checkpoints.finish()
         self.phases.add("steps", time.monotonic() - began - sum(self.phases.seconds.values()) + before)

@@ -114,15 +114,16 @@ class IterationTimes:
         self._parts: list[tuple[float, float, float, float]] = []
         self._count = 0
         self._data_s = 0.0
-        self._last_end = 0.0
+        self._last_end: float | None = None
+        """When the step before this one ended, if this one follows it at once."""
         self._began: Moment | None = None
         self._ended: Moment | None = None
 
     @contextmanager
-    def step(self, *, plain: bool, follows: bool = False, followed: bool = True) -> Iterator[None]:
-        """One iteration; ``plain``: nothing is traced in it, so that its time counts; ``follows``: it comes at once
-        after the last one. A GPU may then still be updating weights for that one, and on GPUs what this process has
-        done since, such as writing figures down, counts, too; ``followed``: so does another one after it."""
+    def step(self, *, plain: bool, followed: bool) -> Iterator[None]:
+        """One iteration; ``plain``: nothing is traced in it, so that its time counts; ``followed``: the next one comes
+        at once. A GPU may then still be updating weights when this one ends, and on GPUs what this process does until
+        the next, such as writing figures down, counts for that."""
         counts = plain and self._count >= _UNSETTLED
         if counts and len(self._parts) < _PARTS_OF and self._pass_timer is None:
             self._pass_timer = self._stack.enter_context(self._model.timed())
@@ -130,15 +131,13 @@ class IterationTimes:
             self._began = Moment.now()
         if self._pass_timer is not None:
             self._pass_timer.take()  # what was evaluated since
-        cuda = self._model.device.type == "cuda"
-        if cuda and not follows:
-            torch.cuda.synchronize(self._model.device)  # the last update of weights is none of this step's
-        started = self._last_end if cuda and follows else time.perf_counter()
+        started = time.perf_counter() if self._last_end is None else self._last_end
         yield
+        cuda = self._model.device.type == "cuda"
         if cuda and not followed:
-            torch.cuda.synchronize(self._model.device)  # and this one is, where nothing else will wait for it
-        self._last_end = time.perf_counter()
-        self.last_s = self._last_end - started
+            torch.cuda.synchronize(self._model.device)  # the update is this step's, whatever comes then
+        ended = time.perf_counter()
+        self.last_s, self._last_end = ended - started, ended if cuda and followed else None
         self._count += 1
         taken = self._pass_timer.take() if self._pass_timer is not None else {}
         if not counts:
