@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from galvatron.api import _configuration, _tuned_as
+import galvatron
 from galvatron.core.errors import InvalidInput
-from galvatron.measure.models import load_any_model
+from galvatron.core.spec import schedule_named
+from galvatron.families import load_cluster
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.options import Setup
-from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import request_for
+from galvatron.planner.plan.planner import Request
 
 __all__ = ["adapted", "adapted_plan", "draw_adapters", "stock_of"]
 
@@ -97,14 +97,13 @@ def stock_of(model: nn.Module) -> nn.Module:
     return stock
 
 
-def adapted_plan(model: nn.Module, case: Any) -> Plan:
-    """As ``galvatron.plan(model)`` makes it, with the strategies that were drawn."""
-    setup: Setup = {
-        "batch": case.batch, "precision": "fp32", "compile": False, "dropout": False,
-        "attention": "fused" if case.attention == "sdpa" else "eager", "schedule": case.schedule,
-    }  # fmt: skip
+def adapted_plan(model: nn.Module, case: Any) -> galvatron.Plan:
+    """For what ``galvatron.plan(model)`` says of the model, with the strategies that were drawn."""
+    cluster, options = f"rtx4090:{case.devices}", Setup(batch=8 * case.devices, precision="fp32", compile=False)
+    options["attention"], options["dropout"] = "fused" if case.attention == "sdpa" else "eager", False
     if getattr(stock_of(model), "main_input_name", "input_ids") == "input_ids":
-        setup["sequence_length"] = case.length
-    source = _configuration(_tuned_as(model, setup))
-    request = request_for(source, f"rtx4090:{case.devices}", setup, load_any_model)
+        options["sequence_length"] = case.length
+    spec = galvatron.plan(model, cluster, **options).model.spec()
+    schedule = schedule_named(case.schedule)
+    request = Request(model=spec, cluster=load_cluster(cluster), batch=case.batch, schedule=schedule)
     return priced(request, case.stages, micro_batches=case.micro_batches)

@@ -310,6 +310,10 @@ def main() -> None:
     commands.add_parser("table").add_argument("path")
     args = parser.parse_args()
     if args.command == "run":
+        for option, given, known in (("cases", args.cases, CASES), ("programs", args.programs, _PROGRAMS)):
+            unknown = [name for name in given.split(",") if name not in known]
+            if unknown:
+                parser.error(f"{option}: {unknown[0]!r} given; expected some of {', '.join(known)}")
         _run(args)
     elif args.command == "one":
         print(json.dumps(_one(args.case, args.program)))
