@@ -129,6 +129,11 @@ def _blocks(family: str, around: str, *blocks: str, **options: Any) -> Case:
     return Case(family=family, stages=((around, *inner, around),), **options)
 
 
+def _fused(family: str, strategy: str, **options: Any) -> Case:
+    """One strategy for all layers, the last one with its loss in chunks."""
+    return Case(family=family, stages=((*[strategy] * (_LAYERS[family] - 1), f"{strategy}+fl"),), **options)
+
+
 def _apart(family: str, owner: str, head: str, **options: Any) -> Case:
     """The first layer under one strategy, all others under another."""
     return Case(family=family, stages=((owner, *[head] * (_LAYERS[family] - 1)),), **options)
@@ -170,6 +175,10 @@ CASES: Mapping[str, Case] = {
     "gpt2 mixed": _blocks("gpt2", "sdp4", "sdp2-tp2", "tp2-sdp2", "tp4", "dp4", "sdp4", "sdp4+rc"),
     "llama mixed": _blocks("llama", "dp4", "tp4", "tp4+sp", "dp4", "dp2-tp2+sp", "dp2-sdp2", "sdp4"),
     "swin mixed": _blocks("swin", "dp4", "sdp4", "dp2-tp2"),
+    # The loss without its logits, where the vocabulary weighs much and tokens are few
+    "llama fused loss": _fused("tied", "single", batch=2),
+    "llama fused loss tp2": _fused("tied", "tp2", batch=2),
+    "llama fused loss dp2": _fused("tied", "dp2", batch=4),
     # A tied head that is split otherwise than its embedding
     "gpt2 tp4 and dp4": _apart("gpt2", "tp4", "dp4"),
     "llama tp2 and sdp4": _apart("tied", "dp2-tp2", "sdp4"),

@@ -163,6 +163,7 @@ def _spec(run: Run) -> ModelSpec:
         precision=Precision.BF16,
         attention=Attention(run.attention),
         sequence_length=run.tokens,
+        compile=run.kernels != "eager",
         float8=run.kernels == "float8",
     )
     return facts.spec(run.model, training)

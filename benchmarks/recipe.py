@@ -2,6 +2,7 @@
 
     python benchmarks/recipe.py run [--cases llama-2k,bert] [--programs ours,compiled] --out results/recipe.jsonl
     python benchmarks/recipe.py table results/recipe.jsonl
+    python benchmarks/recipe.py predicted results/recipe.jsonl    our plans as the preset prices them today, beside runs
 
 Each program runs in a process of its own: bf16 over fp32 masters, fused AdamW, clipping to 1. The stock programs are
 torchtitan's recipe: FSDP2 mixed precision on each block, blocks as they are or compiled, with Liger's kernels or
@@ -21,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,10 @@ def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[
     return step, model
 
 
-def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+def _plan(program: str, case: dict[str, Any]) -> Any:
+    """Ours, priced by the preset: nothing is measured."""
     from dataclasses import replace
 
-    import galvatron
     from galvatron.core.spec import Precision, Training
     from galvatron.core.spec.tuning import Lora
     from galvatron.families import load_cluster
@@ -188,7 +189,7 @@ def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[C
         dropout=False,
         lora=Lora(rank=case["lora"], alpha=2.0 * case["lora"]) if "lora" in case else None,
     )
-    spec = load_any_model(config, training)
+    spec = load_any_model(MODELS[case["model"]], training)
     cluster = replace(load_cluster("h200-8"), name="h200", levels=())
     strategies = ["single"] * len(spec.layers)
     if program == "ours-selective":
@@ -197,7 +198,13 @@ def _ours(program: str, config: dict[str, Any], case: dict[str, Any]) -> tuple[C
         strategies[1:-1] = ["single+f8"] * (len(spec.layers) - 2)
     if program in ("ours-fused", "ours-selective", "ours-float8"):
         strategies[-1] = "single+fl"
-    plan = priced(Request(model=spec, cluster=cluster, batch=case["batch"]), [strategies])
+    return priced(Request(model=spec, cluster=cluster, batch=case["batch"]), [strategies])
+
+
+def _ours(program: str, case: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    import galvatron
+
+    plan = _plan(program, case)
     model = galvatron.parallelize(None, plan, check=False)
     optimizer = model.optimizer(lr=_RATE)
 
@@ -226,7 +233,7 @@ def _one(name: str, program: str) -> dict[str, Any]:
     begin = time.perf_counter()
     ours = program.startswith("ours")
     if ours:
-        step, made = _ours(program, config, case)
+        step, made = _ours(program, case)
     elif "lora" in case:
         step, made = _peft(program, config, case, device)
     else:
@@ -281,12 +288,30 @@ def _run(args: argparse.Namespace) -> None:
                 print(case, program, *shown, flush=True)
 
 
-def _table(path: str) -> None:
-    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def _runs(path: str) -> Iterator[dict[str, Any]]:
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
         if "error" not in found and "note" not in found:  # a note says why a run does not count
-            rows.setdefault((found.get("boot"), found["case"], found["program"]), []).append(found)
+            yield found
+
+
+def _predicted(path: str) -> None:
+    """What the preset says of our plans today, beside the latest run of each."""
+    latest = {(run["case"], run["program"]): run for run in _runs(path) if run["program"].startswith("ours")}
+    print("| case | program | predicted, measured s | predicted, measured GB of tensors |\n|---|---|---|---|")
+    for (case, program), run in latest.items():
+        plan = _plan(program, CASES[case])
+        (stage,) = plan.stages
+        tensors = stage.memory.states + stage.memory.activations + stage.memory.transient
+        pairs = [(plan.iteration_s, run["step_s"]), (tensors / 1e9, run["peak_gb"])]
+        cells = [f"{said:.3g}, {was:.3g} ({was / said - 1:+.1%})" for said, was in pairs]
+        print(f"| {case} | {program} | {cells[0]} | {cells[1]} |", flush=True)
+
+
+def _table(path: str) -> None:
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for found in _runs(path):
+        rows.setdefault((found.get("boot"), found["case"], found["program"]), []).append(found)
     rates = {key: statistics.median(run["tokens_per_s"] for run in runs) for key, runs in rows.items()}
     print("| boot | case | program | tokens/s | of the best stock program | peak GB |\n|---|---|---|---|---|---|")
     for (boot, case, program), runs in rows.items():
@@ -308,6 +333,7 @@ def main() -> None:
     one.add_argument("case")
     one.add_argument("program")
     commands.add_parser("table").add_argument("path")
+    commands.add_parser("predicted").add_argument("path")
     args = parser.parse_args()
     if args.command == "run":
         for option, given, known in (("cases", args.cases, CASES), ("programs", args.programs, _PROGRAMS)):
@@ -318,7 +344,7 @@ def main() -> None:
     elif args.command == "one":
         print(json.dumps(_one(args.case, args.program)))
     else:
-        _table(args.path)
+        {"table": _table, "predicted": _predicted}[args.command](args.path)
 
 
 if __name__ == "__main__":

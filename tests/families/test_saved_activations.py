@@ -1,14 +1,15 @@
 """What stock Hugging Face models keep for backward, measured, against what the zoo says they do.
 
 The oracle is autograd itself: every distinct storage it saves while a small model runs forward, parameters and buffers
-aside. Two depths give the blocks' share and the rest's (embedding and head).
+aside. Two depths give the blocks' share and the rest's (embedding and head). Compiled blocks go through PyTorch's own
+compiler up to the partitioner, which decides what they save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import pytest
 from longer import longer
 
 from galvatron.core.spec.model import Attention, ModelSpec, Precision, Training
-from galvatron.families import load_model
+from galvatron.measure.models import load_any_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -35,6 +36,8 @@ class Case:
     block: str
     model: str
     configure: Callable[[int, float], Any]
+    blocks: str
+    """The list of them in the model."""
     image: int = 0
 
 
@@ -122,15 +125,15 @@ def _swin(layers: int, dropout: float) -> Any:
 
 
 CASES = {
-    "bert": Case("encoder", "BertForMaskedLM", _bert),
-    "gpt2": Case("decoder", "GPT2LMHeadModel", _gpt2),
-    "llama": Case("decoder", "LlamaForCausalLM", _llama(4)),
-    "llama-grouped": Case("decoder", "LlamaForCausalLM", _llama(2)),
-    "t5-encoder": Case("encoder", "T5ForConditionalGeneration", _t5("encoder")),
-    "t5-decoder": Case("decoder", "T5ForConditionalGeneration", _t5("decoder")),
-    "t5-gated": Case("decoder", "T5ForConditionalGeneration", _t5("decoder", "gated-gelu")),
-    "vit": Case("encoder", "ViTForImageClassification", _vit, image=64),
-    "swin": Case("stage1", "SwinForImageClassification", _swin, image=112),
+    "bert": Case("encoder", "BertForMaskedLM", _bert, "bert.encoder.layer"),
+    "gpt2": Case("decoder", "GPT2LMHeadModel", _gpt2, "transformer.h"),
+    "llama": Case("decoder", "LlamaForCausalLM", _llama(4), "model.layers"),
+    "llama-grouped": Case("decoder", "LlamaForCausalLM", _llama(2), "model.layers"),
+    "t5-encoder": Case("encoder", "T5ForConditionalGeneration", _t5("encoder"), "encoder.block"),
+    "t5-decoder": Case("decoder", "T5ForConditionalGeneration", _t5("decoder"), "decoder.block"),
+    "t5-gated": Case("decoder", "T5ForConditionalGeneration", _t5("decoder", "gated-gelu"), "decoder.block"),
+    "vit": Case("encoder", "ViTForImageClassification", _vit, "vit.layers", image=64),
+    "swin": Case("stage1", "SwinForImageClassification", _swin, "swin.encoder.layers.0.blocks", image=112),
 }
 
 
@@ -159,6 +162,10 @@ def saved_bytes(case: Case, config: Any, training: Training) -> int:
     torch.manual_seed(0)
     model = getattr(transformers, case.model)(config).train()
     model.to(torch.float32 if training.precision is Precision.FP32 else torch.bfloat16)
+    if training.compile:
+        torch._dynamo.reset()
+        for block in model.get_submodule(case.blocks):
+            block.compile(backend="aot_eager_decomp_partition")
     for name, parameter in model.named_parameters():
         if "relative" in name:  # else the CPU's fused kernel declines the bias; CUDA's takes it
             parameter.requires_grad_(training.attention is not Attention.FUSED)
@@ -186,10 +193,7 @@ def saved_bytes(case: Case, config: Any, training: Training) -> int:
 
 def stated(config: Any, folder: Path, training: Training, *, image: bool) -> ModelSpec:
     config.save_pretrained(folder)
-    length = None if image else TOKENS
-    return load_model(
-        folder, Training(precision=training.precision, attention=training.attention, sequence_length=length)
-    )
+    return load_any_model(folder, replace(training, sequence_length=None if image else TOKENS))
 
 
 _BF16 = ("bert", "llama")
@@ -228,3 +232,58 @@ def test_a_model_saves_what_autograd_saves(name: str, dropout: float, tmp_path: 
     measured = saved_bytes(case, case.configure(1, dropout), training)
     spec = stated(case.configure(1, dropout), tmp_path, training, image=bool(case.image))
     assert spec.activation_bytes == pytest.approx(measured, rel=0.02)
+
+
+def _qwen3(layers: int, dropout: float) -> Any:
+    return transformers.Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        vocab_size=VOCABULARY,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+
+
+_TRACED = {"qwen3": Case("block", "Qwen3ForCausalLM", _qwen3, "model.layers")}
+"""Of no family: what it saves is traced."""
+_COMPILED = (
+    ("llama", Precision.BF16, 0.0, Attention.FUSED),
+    ("qwen3", Precision.BF16, 0.0, Attention.FUSED),
+    ("t5-gated", Precision.FP32, 0.1, Attention.EAGER),
+)
+"""What ``make test`` has of compiled blocks, each of which takes seconds."""
+_COPIES = 0.09
+"""Of what a Swin block saves, copies of windows that are shifted, which a compiler keeps where autograd has views."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "dropout", "attention"),
+    [
+        own if own in _COMPILED else longer(*own)
+        for own in (
+            (name, precision, dropout, attention)
+            for name in (*CASES, *_TRACED)
+            for precision, dropout in ((Precision.FP32, 0.1), (Precision.BF16, 0.0))
+            for attention in (Attention.EAGER, Attention.FUSED)
+        )
+    ],
+)
+def test_a_compiled_block_saves_what_the_compiler_keeps(
+    name: str, precision: Precision, dropout: float, attention: Attention, tmp_path: Path
+) -> None:
+    if name == "llama-grouped" and precision is Precision.FP32 and attention is Attention.FUSED:
+        pytest.skip("the CPU has a fused kernel for this, CUDA has none")
+    if name in _TRACED and dropout and attention is Attention.FUSED:
+        pytest.skip("it is traced as on the CPU, which has no fused kernel for this")
+    case = {**CASES, **_TRACED}[name]
+    training = Training(precision=precision, attention=attention, compile=True)
+    few, more = (saved_bytes(case, case.configure(layers, dropout), training) for layers in (2, 4))
+    spec = stated(case.configure(2, dropout), tmp_path, training, image=bool(case.image))
+    block = next(kind for kind in spec.kinds if kind.name == case.block)
+    more_kept = _COPIES if name == "swin" and attention is Attention.FUSED else 0.01
+    assert block.activation_bytes == pytest.approx((more - few) / 2, rel=more_kept)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Experts, FusedLoss, Kept, LayerSpec, ModelSpec, Precision, TensorParallel, Training
@@ -37,7 +35,8 @@ from galvatron.families.rules import Summed
 from galvatron.families.tuning import frozen_parts, tuned
 from galvatron.measure.contexts import context_facts, say_undivided
 from galvatron.measure.real_integers import RealIntegers, faked, faked_tensor
-from galvatron.measure.work import FUSED_FLOPS, Decided, Work, again_flops, bytes_of, storage_of, tensors_in
+from galvatron.measure.traced_layer import Inside, Traced, sizes, trace
+from galvatron.measure.work import Decided, storage_of, tensors_in
 from galvatron.runtime.experts.dispatch import expert_tables
 from galvatron.runtime.selective import Grade
 from galvatron.runtime.split_trial import split_problems
@@ -47,8 +46,6 @@ from galvatron.runtime.tensor_parallel.split import TensorGroup, split
 __all__ = ["describe"]
 
 _LOG = logging.getLogger(__name__)
-_LEAST_PRODUCTS = 2
-"""With fewer (a head) selective recompute would keep next to everything."""
 _RANKS = 2
 """Of the tensor-parallel group that a layer is split for."""
 
@@ -126,7 +123,7 @@ class _Description:
         """With all parameters trained: what frozen ones leave out is taken out of the figures later."""
         return Generic(without_weights(self._model, self._dtype).train().requires_grad_(True), self._batch, self._loss)
 
-    def _split(self, layered: Generic) -> dict[str, _Traced]:
+    def _split(self, layered: Generic) -> dict[str, Traced]:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""
         kind = type(self._model).__name__
         if layered.tensor_rules.refused:
@@ -143,7 +140,7 @@ class _Description:
             layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
         return self._trace(self._layered(), LoneGroup(_RANKS))
 
-    def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, _Traced]:
+    def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, Traced]:
         """The first layer of each kind, run."""
         context = layered.context(self._sample, self._dtype)
         first = {layer.kind: layer for layer in reversed(layered.layers)}
@@ -152,7 +149,7 @@ class _Description:
             for layer in first.values():
                 if layer.rules:
                     split(layer, layer.rules, TensorGroup(group=group))
-        traced: dict[str, _Traced] = {}
+        traced: dict[str, Traced] = {}
         named, decided = _named_failures(type(self._model).__name__), Decided()  # type: ignore[no-untyped-call]
         # Where images go follows from the numbers of tokens and sizes of images, so these keep their values.
         real = RealIntegers() if PIXELS in context.batch else None  # type: ignore[no-untyped-call]
@@ -166,48 +163,17 @@ class _Description:
             for layer in (own for own in layered.layers if first[own.kind] is own):
                 if layer is head or (activations and isinstance(layer, Bridge)):
                     layer(activations, fakes)  # so that the stand-ins for what precedes know their shapes
-                made, traced[layer.kind] = _measure(layer, activations, fakes, given)
+                made, traced[layer.kind] = trace(layer, activations, fakes, given, compiled=self._training.compile)
                 if layer is head:
                     # What enters it is what counts: it hands on a loss.
-                    boundary, message = _sizes(activations)
+                    boundary, message = sizes(activations)
                     traced[layer.kind] = replace(traced[layer.kind], boundary=boundary, message=message)
                 elif isinstance(layer, Embedding | Bridge):  # blocks hand on what they were given
                     activations = tuple(own.detach().requires_grad_() for own in made)
         return traced
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Traced:
-    """What a layer does with one sample."""
-
-    parameters: int
-    flops: int
-    attention_flops: int
-    """Of these, the ones of fused attention."""
-    saved: int
-    largest: int
-    """Bytes of its largest operation, in and out."""
-    boundary: int
-    """Bytes of all tensors that it hands on."""
-    message: int
-    """Bytes of the first of them, the hidden state."""
-    experts: _Inside | None
-    """Of these, what happens inside its experts."""
-    kept: dict[Grade, tuple[int, int]]
-    """By grade of recompute: bytes of the results it keeps, and operations that it does again."""
-
-
-@dataclass(slots=True)
-class _Inside:
-    """What a layer's experts do with one sample."""
-
-    flops: int = 0
-    saved: int = 0
-    dispatch: int = 0
-    """Bytes of its tokens, once for each of their experts."""
-
-
-def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorParallel | None, tied: int) -> LayerSpec:
+def _spec(layer: Layer, whole: Traced, half: Traced | None, tensor: TensorParallel | None, tied: int) -> LayerSpec:
     if half is None or tensor is None:
         half, tensor = whole, None
     saved = _divided(whole.saved, half.saved)
@@ -235,7 +201,7 @@ def _spec(layer: Layer, whole: _Traced, half: _Traced | None, tensor: TensorPara
     )
 
 
-def _kept_facts(grade: Grade, whole: _Traced, half: _Traced, tensor: TensorParallel | None) -> Kept | None:
+def _kept_facts(grade: Grade, whole: Traced, half: Traced, tensor: TensorParallel | None) -> Kept | None:
     """What is kept where all but some results are recomputed. With TP a block's reductions are kept as well, but for
     the last of them, whose result only the next layer reads."""
     if grade not in whole.kept:
@@ -246,7 +212,7 @@ def _kept_facts(grade: Grade, whole: _Traced, half: _Traced, tensor: TensorParal
     return Kept(split_bytes=split, replicated_bytes=size - split, sent_bytes=sent, flops=flops)
 
 
-def _fused_loss(layer: Layer, whole: _Traced) -> FusedLoss | None:
+def _fused_loss(layer: Layer, whole: Traced) -> FusedLoss | None:
     """Log-probabilities in fp32 are what a head then does not save."""
     if layer.projection is None:
         return None
@@ -261,7 +227,7 @@ def _divided(all_: int, of_one: int) -> int:
     return min(max(_RANKS * (all_ - of_one) // (_RANKS - 1), 0), all_)
 
 
-def _experts(layer: Layer, spec: LayerSpec, whole: _Inside | None, half: _Inside | None) -> Experts | None:
+def _experts(layer: Layer, spec: LayerSpec, whole: Inside | None, half: Inside | None) -> Experts | None:
     """What the planner needs to know of a layer's experts; None: it has none that can be divided."""
     rule = layer.experts
     if rule is None or whole is None or half is None:
@@ -325,69 +291,3 @@ def _give_values(layers: Iterable[Layer]) -> None:
             if own.is_meta and own not in made:
                 made[own] = nn.Parameter(torch.empty(own.shape, dtype=own.dtype), requires_grad=own.requires_grad)
             setattr(module, name, made.get(own, own))
-
-
-def _measure(layer: Layer, activations: Activations, context: Any, given: set[int]) -> tuple[Activations, _Traced]:
-    work = Work(layer.parameters(), given)
-    counter = FlopCounterMode(display=False, custom_mapping=FUSED_FLOPS)
-    inside = None if layer.experts is None else _Inside()
-    with ExitStack() as stack:
-        if layer.experts is not None and inside is not None:
-            module = layer.get_submodule(layer.experts.path)
-            stack.enter_context(_watched(module, inside, lambda: (work.flops + counter.get_total_flops(), work.saved)))
-        stack.enter_context(counter)
-        stack.enter_context(saved_tensors_hooks(work.pack, lambda own: own))
-        stack.enter_context(work)
-        made = layer(activations, context)
-    boundary, message = _sizes(made)
-    return made, _Traced(
-        parameters=sum(own.numel() for own in layer.parameters()),
-        flops=work.flops + counter.get_total_flops(),
-        attention_flops=counter.get_total_flops() - again_flops(counter, Grade.ATTENTION),
-        saved=work.saved,
-        largest=work.largest,
-        boundary=boundary,
-        message=message,
-        experts=inside,
-        kept=_kept(work, counter),
-    )
-
-
-def _kept(work: Work, counter: FlopCounterMode) -> dict[Grade, tuple[int, int]]:
-    """What grades of recompute keep, where they keep anything and leave anything out."""
-    # torch's counter does not know products of experts, which are kept.
-    again = {
-        Grade.PRODUCTS: again_flops(counter, Grade.PRODUCTS),
-        Grade.ATTENTION: again_flops(counter, Grade.ATTENTION) + work.flops - work.unneeded_flops,
-    }
-    least = {Grade.PRODUCTS: work.products >= _LEAST_PRODUCTS, Grade.ATTENTION: work.kept(Grade.ATTENTION) > 0}
-    return {grade: (work.kept(grade), again[grade]) for grade in Grade if least[grade]}
-
-
-def _sizes(activations: Activations) -> tuple[int, int]:
-    """Bytes of all that a layer hands on, and of the first of it, the hidden state."""
-    return sum(map(bytes_of, activations)), bytes_of(activations[0])
-
-
-@contextmanager
-def _watched(module: nn.Module, inside: _Inside, so_far: Callable[[], tuple[int, int]]) -> Iterator[None]:
-    """Add up what happens while a module of experts runs; ``so_far``: operations and saved bytes of the layer."""
-    before: list[tuple[int, int]] = []
-
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-        hidden, chosen = args[:2]
-        inside.dispatch += chosen.numel() * hidden.shape[-1] * hidden.element_size()
-        before.append(so_far())
-
-    def leave(*_: Any) -> None:
-        flops, saved = so_far()
-        first = before.pop()
-        inside.flops += flops - first[0]
-        inside.saved += saved - first[1]
-
-    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -86,9 +86,6 @@ def _load(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
         return load_model(source, training)
     except UnknownArchitecture as unknown:
         content, name = unknown.content, unknown.name
-    if training.compile:  # its figures do not depend on it
-        spec = load_any_model(source, replace(training, compile=False))
-        return replace(spec, training=replace(spec.training, compile=True))
     kept = cache.cached_file("traced", cache.key_of(config=content, training=training.to_dict(), name=name))
     kept = kept.with_suffix(".json")
     if kept.exists():

@@ -36,6 +36,7 @@ class Work(TorchDispatchMode):
         self.flops = 0
         """At first of experts alone: torch's counter knows the others."""
         self.largest = 0
+        self.operations = 0
         self._left_out = given | {storage_of(own) for own in parameters}
         self._saved: dict[int, Tensor] = {}
         self._results: list[tuple[bool, int, int]] = []
@@ -71,6 +72,7 @@ class Work(TorchDispatchMode):
         made = self._experts(*args) if str(function) in GROUPED else function(*args, **(kwargs or {}))
         taken = {storage_of(own): own for own in tensors_in((args, kwargs))}
         new = [own for own in tensors_in(made) if storage_of(own) not in taken]
+        self.operations += 1
         if new:
             inputs = [own for place, own in taken.items() if place not in self._left_out]
             if is_kept(function, Grade.PRODUCTS):

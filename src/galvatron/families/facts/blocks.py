@@ -187,13 +187,16 @@ def _eager_core(shape: AttentionShape, training: Training) -> tuple[Op, ...]:
     product = 2 * shape.queries * shape.span * shape.heads * shape.head_dim
     casts = (Op(gradient=soft_map, held=k),) if soft_map != cell_map else ()
     scores_kept = cell_map if training.attention is Attention.PAPER else 0
+    probabilities = soft_map
+    if training.compile and casts:  # which makes them again from scores, and from each row's maximum and sum
+        probabilities = cell_map + 2 * shape.heads * shape.queries * FP32
     drop = dropout(cells, active=shape.dropout, element=element, split=True)
     copy_kept = cell_map if casts or drop else 0  # else the product keeps the softmax's own output
     return (
         Op(flops=product, split=q + k, gradient=q + k, held=k),  # scores; the gradient of v waits from here on
         Op(gradient=cell_map, held=k),  # scale
         # Softmax: its backward first multiplies gradient and output into a third map.
-        Op(split=soft_map + scores_kept, gradient=soft_map, scratch=soft_map, held=k),
+        Op(split=probabilities + scores_kept, gradient=soft_map, scratch=soft_map, held=k),
         *casts,
         *drop,
         Op(flops=product, split=k + copy_kept, gradient=cell_map + k),  # weighted sum of v
@@ -223,9 +226,12 @@ def feed_forward(shape: FeedForwardShape, training: Training) -> tuple[Op, ...]:
     first = linear(shape.tokens, shape.hidden, width, Split.COLUMNS, element=element, bias=shape.bias)
     second = linear(shape.tokens, shape.inner, shape.hidden, Split.ROWS, element=element, bias=shape.bias)
     drop = dropout(cells, active=shape.inner_dropout, element=element, split=True)
-    # A gate's product keeps both its factors: the activation's output and the other projection.
-    gate = (Op(split=2 * cells * element, gradient=2 * cells * element),) if shape.gated else ()
-    act = activation(shape.activation, cells, element=element, output_kept=shape.gated or not drop)
+    # A gate's product keeps both its factors: the activation's output, which a compiler makes again, and the other
+    # projection.
+    factors = 1 if training.compile else 2
+    gate = (Op(split=factors * cells * element, gradient=2 * cells * element),) if shape.gated else ()
+    kept = (shape.gated and not training.compile) or not drop
+    act = activation(shape.activation, cells, element=element, output_kept=kept, compiled=training.compile)
     return (first, act, *gate, *drop, second)
 
 
@@ -238,8 +244,15 @@ class RmsNorm(Enum):
     """Squares an fp32 copy but scales the original: in bf16 keeps both, and the normalised tensor."""
 
 
-def rms_norm(tokens: int, hidden: int, kind: RmsNorm, *, element: int) -> Op:
-    """An RMS norm made of single operations, each keeping its operands."""
+def rms_norm(tokens: int, hidden: int, kind: RmsNorm, *, element: int, compiled: bool = False) -> Op:
+    """An RMS norm made of single operations, each keeping its operands. Compiled it keeps its input and a statistic."""
+    if compiled:
+        return Op(
+            parameters=hidden,
+            replicated_parameters=hidden,
+            replicated=tokens * hidden * element + tokens * FP32,
+            gradient=tokens * hidden * element,
+        )
     original = element if kind is RmsNorm.T5 and element != FP32 else 0
     return Op(
         parameters=hidden,

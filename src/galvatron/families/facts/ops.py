@@ -3,7 +3,8 @@
 An :class:`Op` states what one sample costs it. What it *saves* are the tensors its backward needs, each counted by the
 one operation that frees it last, so that a tensor shared by two (a norm's output that feeds three projections) counts
 once. The tallies are those of stock Hugging Face modules on CUDA, where a dropout mask takes one byte an element and
-norm statistics are fp32. Knows precision and nothing else about training.
+norm statistics are fp32. Where blocks are compiled, what is cheap to compute again from what is kept is not kept
+(:mod:`galvatron.measure.partition` asks PyTorch). Knows precision and that, and nothing else about training.
 """
 
 from __future__ import annotations
@@ -120,16 +121,21 @@ def dropout(elements: int, *, active: bool, element: int, split: bool = False) -
     return (Op(split=elements * split, replicated=elements * (not split), gradient=elements * element),)
 
 
-def activation(name: str, elements: int, *, element: int, output_kept: bool, split: bool = True) -> Op:
+def activation(
+    name: str, elements: int, *, element: int, output_kept: bool, split: bool = True, compiled: bool = False
+) -> Op:
     """An element-wise non-linearity.
 
     ``output_kept``: whether the next operation keeps the output anyway. Where a dropout comes between, it does not, and
-    the activations whose backward reads their own output keep it themselves.
+    the activations whose backward reads their own output keep it themselves. A compiled one keeps its input at most; of
+    a ReLU that is whether it was positive, a byte.
     """
     keeps = ACTIVATIONS[name]
     if keeps == 0 and not output_kept:
         keeps = 1
     saved = keeps * elements * element
+    if compiled:
+        saved = elements if name == "relu" else min(keeps, 1) * elements * element
     # Written-out activations have two branches of gradients alive at once.
     gradient = elements * element * (2 if keeps > 1 else 1)
     return Op(split=saved if split else 0, replicated=0 if split else saved, gradient=gradient)

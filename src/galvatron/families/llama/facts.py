@@ -85,7 +85,8 @@ class Llama:
         element = training.precision.bytes
         boundary = tokens * self.hidden * element
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        norm = rms_norm(tokens, self.hidden, RmsNorm.LLAMA, element=element)
+        norm = rms_norm(tokens, self.hidden, RmsNorm.LLAMA, element=element, compiled=training.compile)
+        last = rms_norm(tokens, self.hidden, RmsNorm.LLAMA, element=element)  # only blocks are compiled
         words = self.vocabulary * self.hidden
         embedding = layer(
             "embedding",
@@ -135,7 +136,7 @@ class Llama:
             shapes += [(self.hidden, self.inner), (self.hidden, self.inner), (self.inner, self.hidden)]
             decoder = replace(decoder, float8=float8_of(tokens, shapes))
         shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=self.tied)
-        head = language_head((norm,), training, shape, boundary=boundary)
+        head = language_head((last,), training, shape, boundary=boundary)
         if divided:
             embedding, head = (divided_by_tokens(own, tokens) for own in (embedding, head))
         return ModelSpec(

@@ -81,7 +81,8 @@ class T5:
         message = cells * element
         dropped = dropout_active(training, self.dropout)
         drop = dropout(cells, active=dropped, element=element)
-        norm = rms_norm(tokens, self.hidden, RmsNorm.T5, element=element)
+        norm = rms_norm(tokens, self.hidden, RmsNorm.T5, element=element, compiled=training.compile)
+        last = rms_norm(tokens, self.hidden, RmsNorm.T5, element=element)  # of a stack: only blocks are compiled
         words, table = self.vocabulary * self.hidden, self.buckets * self.heads
         lookup = Op(parameters=words + table, replicated_parameters=table, replicated=tokens * ID_BYTES)
         vocabulary_parallel = collectives(message, forward=1, backward=0)
@@ -90,7 +91,7 @@ class T5:
         output = Op(replicated=message, gradient=message)
         decoder_embedding = layer(
             "decoder_embedding",
-            (norm, output, *drop, replace(lookup, tied_parameters=words), *drop),
+            (last, output, *drop, replace(lookup, tied_parameters=words), *drop),
             boundary=2 * message,
             tensor_parallel=vocabulary_parallel,
         )
@@ -152,7 +153,7 @@ class T5:
             ),
         )
         shape = HeadShape(tokens=tokens, hidden=self.hidden, vocabulary=self.vocabulary, tied=True)
-        head = language_head((norm, *drop), training, shape, boundary=2 * message)
+        head = language_head((last, *drop), training, shape, boundary=2 * message)
         encoders = [paper_block(encoder, training)] * self.encoders
         decoders = [paper_block(decoder, training)] * self.decoders
         return ModelSpec(

@@ -166,13 +166,15 @@ def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArra
 
 
 def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
-    """While a fused loss is computed: the weight's gradient, and a chunk's logits and their gradient; uncompiled with
-    both in fp32 between them."""
+    """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits and their gradient;
+    uncompiled with both in fp32 between them. What stays of it (:func:`activation_bytes`) is the same tensor, or one in
+    bf16 that is made when the chunks are gone."""
     logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
     compiled = layers.fused.compiled & (strategies.tp.size == 1)
     cell = precision.bytes + np.where(compiled, precision.bytes, 2 * Precision.FP32.bytes)
     gradient = GRADIENT_BYTES * layers.fused.parameters / strategies.tp.size
-    total: Floats = logits * cell + gradient
+    stays = layers.fused.gradient_bytes / strategies.tp.size
+    total: Floats = np.maximum(logits * cell + gradient - stays, np.where(stays < gradient, gradient, 0))
     return total
 
 

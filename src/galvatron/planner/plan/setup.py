@@ -91,9 +91,10 @@ def request_for(
             f"image-size: {training.image_size} given, but {known.name} reads no images beside text, or was described "
             "without; leave it out, or describe the model with a batch that has images"
         )
-    # Its layers' sizes depend on neither.
+    # Its layers' sizes do not depend on the one. They may be those of layers that are not compiled, which save more.
     optimizer = training.optimizer if setup.get("optimizer") is not None else known.training.optimizer
-    model = replace(known, training=replace(known.training, optimizer=optimizer, compile=training.compile))
+    compiled = training.compile or known.training.compile
+    model = replace(known, training=replace(known.training, optimizer=optimizer, compile=compiled))
     if training.float8:
         _check_float8(model, cluster)
     if setup.get("expert_imbalance") is not None:
@@ -223,6 +224,11 @@ def _reject_other_training(setup: Setup, model: ModelSpec) -> None:
                 f"{name.replace('_', '-')}: {asked} given, but {model.name!r} was described for {given}; describe it "
                 "for that, or leave it out"
             )
+    if model.training.compile and setup.get("compile") is False:
+        raise InvalidInput(
+            f"compile: off, but {model.name!r} was described for compiled blocks, which save less for backward; "
+            "describe it without compile, or leave that out"
+        )
 
 
 def _lora(setup: Setup) -> Lora | None:
