@@ -2,9 +2,9 @@
 
     python benchmarks/attention_kernels.py [--cases long,bert-huge] --out results/attention_kernels.jsonl
 
-``long``: one causal sample, 32 heads of queries and 8 of keys and values. ``bert-huge``: 32 and 128 samples of 512 tokens,
-16 heads of 80 channels, as they are and filled up with zeros to 96 and 128. All in bf16. Results are JSON lines:
-milliseconds of forward and of backward, and their TFLOP/s by the channels that count (of causal scores half).
+``long``: one causal sample, 32 heads of queries and 8 of keys and values. ``bert-huge``: 32 and 128 samples of 512
+tokens, 16 heads of 80 channels, as they are and filled up with zeros to 96 and 128. All in bf16. Results are lines of
+JSON: milliseconds of forward and of backward, and their TFLOP/s by the channels that count (of causal scores half).
 """
 
 from __future__ import annotations
