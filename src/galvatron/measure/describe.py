@@ -149,6 +149,8 @@ class _Description:
             for layer in first.values():
                 if layer.rules:
                     split(layer, layer.rules, TensorGroup(group=group))
+        # No layer is compiled where the loss has a term from inside experts (galvatron.runtime.assembly).
+        compiled = self._training.compile and not layered.wide_activations
         traced: dict[str, Traced] = {}
         named, decided = _named_failures(type(self._model).__name__), Decided()  # type: ignore[no-untyped-call]
         # Where images go follows from the numbers of tokens and sizes of images, so these keep their values.
@@ -163,7 +165,7 @@ class _Description:
             for layer in (own for own in layered.layers if first[own.kind] is own):
                 if layer is head or (activations and isinstance(layer, Bridge)):
                     layer(activations, fakes)  # so that the stand-ins for what precedes know their shapes
-                made, traced[layer.kind] = trace(layer, activations, fakes, given, compiled=self._training.compile)
+                made, traced[layer.kind] = trace(layer, activations, fakes, given, compiled=compiled)
                 if layer is head:
                     # What enters it is what counts: it hands on a loss.
                     boundary, message = sizes(activations)

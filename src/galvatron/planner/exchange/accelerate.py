@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from galvatron.core.spec import OPTIMIZERS, ModelSpec, Precision
-from galvatron.planner.exchange.target import Target
+from galvatron.planner.exchange.target import Target, notes_to_programs
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 from galvatron.planner.exchange.yaml_text import yaml_text
 
@@ -65,12 +65,7 @@ def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
         )
     if layout.tensor > 1:
         notes.append("load the model with tp_plan='auto' and the accelerator's device mesh")
-    if layout.recompute is Recompute.FULL and not sharded:
-        notes.append("the plan recomputes all blocks: call model.gradient_checkpointing_enable()")
-    if model.training.compile:
-        notes.append("the plan was priced with compiled blocks: call block.compile() on each, or expect less")
-    if model.training.tunes:
-        notes.append("the plan freezes parameters: freeze the same ones")
+    notes += notes_to_programs(model, recomputes=layout.recompute is Recompute.FULL and not sharded)
     return tuple(notes)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from galvatron.core.spec import ADAMW, ModelSpec, Precision
 from galvatron.core.spec.optimizer import SGD
-from galvatron.planner.exchange.target import Target
+from galvatron.planner.exchange.target import Target, notes_to_programs
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 
 __all__ = ["DEEPSPEED", "STAGES", "config_of"]
@@ -44,13 +44,7 @@ def _more(layout: Uniform, model: ModelSpec) -> str | None:
 
 
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
-    notes = []
-    if layout.recompute is Recompute.FULL:
-        notes.append("the plan recomputes all blocks: call model.gradient_checkpointing_enable()")
-    if model.training.compile:
-        notes.append("the plan was priced with compiled blocks: call block.compile() on each, or expect less")
-    if model.training.tunes:
-        notes.append("the plan freezes parameters: freeze the same ones")
+    notes = [*notes_to_programs(model, recomputes=layout.recompute is Recompute.FULL)]
     if layout.tensor > 1:
         notes.append(f"DeepSpeed reports a train_batch_size {layout.tensor} times the plan's batch of {layout.batch}")
         notes.append("AutoTP splits the linear layers of blocks; the plan was priced with a split vocabulary too")

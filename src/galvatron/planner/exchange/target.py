@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from galvatron.core.spec import GPIPE, ONE_F_ONE_B, ModelSpec
 from galvatron.planner.exchange.uniform import Recompute, Sharding, Uniform
 
-__all__ = ["Target", "refusal"]
+__all__ = ["Target", "notes_to_programs", "refusal"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +69,16 @@ def refusal(target: Target, layout: Uniform, model: ModelSpec) -> str | None:
     if layout.expert > 1 and not target.experts:
         return f"has no option for {layout.expert}-way expert parallelism"
     return target.more(layout, model)
+
+
+def notes_to_programs(model: ModelSpec, *, recomputes: bool) -> Iterator[str]:
+    """What a program itself must do, for a system whose file says nothing of the model."""
+    if recomputes:
+        yield "the plan recomputes all blocks: call model.gradient_checkpointing_enable()"
+    if model.training.compile:
+        yield (
+            "the plan was priced with compiled blocks: call block.compile() on each, or expect less throughput and more "
+            "memory"
+        )
+    if model.training.tunes:
+        yield "the plan freezes parameters: freeze the same ones"
