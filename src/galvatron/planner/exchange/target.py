@@ -77,8 +77,8 @@ def notes_to_programs(model: ModelSpec, *, recomputes: bool) -> Iterator[str]:
         yield "the plan recomputes all blocks: call model.gradient_checkpointing_enable()"
     if model.training.compile:
         yield (
-            "the plan was priced with compiled blocks: call block.compile() on each, or expect less throughput and more "
-            "memory"
+            "the plan was priced with compiled blocks: call block.compile() on each, or expect less throughput and "
+            "more memory"
         )
     if model.training.tunes:
         yield "the plan freezes parameters: freeze the same ones"
