@@ -67,10 +67,11 @@ def adapted(model: nn.Module, options: str, seed: int) -> Any:
     config = LoraConfig(**given, fan_in_fan_out=conv)
     try:
         made: Any = get_peft_model(model, config)
+        if then == "second":
+            made.add_adapter("other", LoraConfig(**given, fan_in_fan_out=conv))
     except ValueError as error:
         raise InvalidInput(f"peft: {error}") from None
     if then == "second":
-        made.add_adapter("other", LoraConfig(**given, fan_in_fan_out=conv))
         made.set_adapter("other")
     generator = torch.Generator().manual_seed(seed)
     dice = random.Random(seed)
