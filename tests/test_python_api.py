@@ -14,8 +14,9 @@ import pytest
 
 import galvatron
 from galvatron.core.errors import InvalidInput
+from galvatron.core.files.models import dump_model
 from galvatron.core.files.profiles import dump_profile
-from galvatron.core.spec import LayerTime, ModelProfile, Training
+from galvatron.core.spec import LayerTime, ModelProfile, Precision, Training
 from galvatron.families import load_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.setup import request_for, training_of
@@ -103,13 +104,17 @@ def test_every_device_has_a_sample_though_that_is_more_tokens() -> None:
     assert request_for("vit-huge-32", "titan-rtx-8", {}).batches[-1] == 512, "images have no tokens to count"
 
 
-def test_layers_that_were_described_compiled_are_not_planned_otherwise() -> None:
-    plain, compiled = (load_model("llama-tiny", Training(compile=each)) for each in (False, True))
+def test_layers_that_were_described_compiled_are_not_planned_otherwise(tmp_path: Path) -> None:
+    ways = (Training(precision=Precision.BF16, compile=each) for each in (False, True))
+    plain, compiled = (load_model("llama-tiny", way) for way in ways)
     assert compiled.activation_bytes < plain.activation_bytes
     assert request_for(plain, "h100-8", {}).model.training.compile
     assert request_for(compiled, "cpu-4", {}).model.training.compile
-    with pytest.raises(InvalidInput, match="was described for compiled blocks"):
-        request_for(compiled, "h100-8", {"compile": False})
+    file = tmp_path / "traced.json"
+    file.write_text(dump_model(compiled))
+    for source in (compiled, file):
+        with pytest.raises(InvalidInput, match="was described for compiled blocks"):
+            request_for(source, "h100-8", {"compile": False})
     (kind,) = {kind.name: kind for kind in compiled.layers[1:-1]}.values()
     other = replace(kind, split_activation_bytes=kind.split_activation_bytes + 1)
     layers = (compiled.layers[0], *[other] * (len(compiled.layers) - 2), compiled.layers[-1])

@@ -10,6 +10,8 @@ import transformers
 from transformers import AutoConfig
 
 from galvatron.core.spec import Attention, Training
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.shallow import shallow_config
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.runtime.trial import random_model
 
@@ -47,3 +49,15 @@ def test_widths_of_stages_keep_their_ratio() -> None:
 def test_heads_can_be_divided() -> None:
     small: Any = tiny_config(AutoConfig.for_model("qwen2", num_attention_heads=14, num_key_value_heads=2), degree=4)
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4UnifiedConfig"), reason="a newer transformers has it")
+def test_blocks_whose_heads_differ_are_cut_and_split() -> None:
+    """Every sixth block of Gemma 4 has wider heads, which its configuration says block by block."""
+    config: Any = shallow_config(transformers.Gemma4UnifiedConfig())
+    text = config.get_text_config()
+    assert text.num_hidden_layers == 6
+    assert text.to_dict()["per_layer_config"] == {"5": {"head_dim": 512}}
+    training = Training(attention=Attention.EAGER, dropout=False, sequence_length=TINY_TOKENS)
+    model = random_model(transformers.Gemma4UnifiedForConditionalGeneration, tiny_config(config, degree=2), training)
+    assert Generic(model).tensor_rules.blocks.keys() == {"sliding_attention", "full_attention"}

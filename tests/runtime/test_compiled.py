@@ -199,7 +199,10 @@ def test_what_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     torch.testing.assert_close(found, expected)
     found.sum().backward()
     assert own.failures == ["RuntimeError: no such kernel"]
-    assert "is not compiled and runs as it is: RuntimeError: no such kernel" in caplog.text
+    assert (
+        "is not compiled and runs as it is, with more memory than was planned: RuntimeError: no such kernel"
+        in caplog.text
+    )
 
 
 def test_without_a_compiler_nothing_is_compiled(
@@ -207,7 +210,10 @@ def test_without_a_compiler_nothing_is_compiled(
 ) -> None:
     monkeypatch.setattr(compiled, "why_not", lambda device: "no compiler is found")
     assert not compiled.compiles(True, torch.device("cpu"))
-    assert "layers are not compiled: no compiler is found" in caplog.text
+    assert (
+        "layers are not compiled, and take more memory than was planned (--no-compile): no compiler is found"
+        in caplog.text
+    )
     caplog.clear()
     assert not compiled.compiles(False, torch.device("cpu"))
     assert not caplog.text

@@ -40,11 +40,19 @@ def _cut(config: Any) -> None:
         lists = {key: own for key, own in fields.items() if isinstance(own, list | tuple) and len(own) == count}
         kept = min(count, _blocks_to_keep(fields, lists))
         setattr(config, name, kept)
+        _cut_differences(config, kept)
         if name == "depth":
             _move_indexes(config, fields, count, kept)
         for key, own in lists.items():
             if name.startswith("num_hidden") or key.startswith(("layer", "mlp", "attention", "block")):
                 setattr(config, key, type(own)(own[:kept]))
+
+
+def _cut_differences(config: Any, kept: int) -> None:
+    """What single blocks have otherwise than the others (Gemma 4's heads), by their index."""
+    differences = config.to_dict().get("per_layer_config")
+    if isinstance(differences, dict):
+        config.per_layer_config = {index: own for index, own in differences.items() if int(index) < kept}
 
 
 def _move_indexes(config: Any, fields: Mapping[str, Any], count: int, kept: int) -> None:

@@ -7,6 +7,7 @@ factors), so that a compiled block saves less than autograd does operation by op
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -80,7 +81,11 @@ def _saved(graph: fx.Graph, counted: list[bool]) -> int:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view is one of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        node = next(own for own in node.args if isinstance(own, fx.Node))
-    return node
+    """What a view, or one of the views that a division makes, is a view of."""
+    while True:
+        made = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(made, fx.Node) or not isinstance(made.target, torch._ops.OpOverload):
+            return node
+        if not made.target.is_view:
+            return node
+        node = next(own for own in made.args if isinstance(own, fx.Node))

@@ -20,8 +20,8 @@ __all__ = ["Inside", "Traced", "sizes", "trace"]
 
 _LEAST_PRODUCTS = 2
 """With fewer (a head) selective recompute would keep next to everything."""
-_MOST_OPERATIONS = 1000
-"""Of a block whose compiled form is asked for what it saves. A loop over time has more, and asking takes minutes."""
+_MOST_OPERATIONS = 400
+"""Of a block whose compiled form is asked for what it saves. A loop over time has more, and asking takes long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def trace(
         made = layer(activations, context)
     saved = work.saved
     if block is not None:
-        saved += sum(call.spared(block, given) for call in calls)
+        saved -= sum(call.spared(block, given) for call in calls)
     boundary, message = sizes(made)
     return made, Traced(
         parameters=sum(own.numel() for own in layer.parameters()),
@@ -119,11 +119,11 @@ class _Call:
     operations: int
 
     def spared(self, block: nn.Module, given: set[int]) -> int:
-        """By how many bytes the saved ones change where the block is compiled."""
+        """How many bytes fewer it saves where the block is compiled; now and then a compiler keeps more."""
         if self.operations > _MOST_OPERATIONS:
             return 0
         saved = saved_when_compiled(block, self.args, self.kwargs, given)
-        return 0 if saved is None else min(saved - self.saved, 0)
+        return 0 if saved is None else self.saved - saved
 
 
 @contextmanager

@@ -78,7 +78,9 @@ class Compiler:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             if reason not in self.failures:
                 self.failures.append(reason)
-                _LOG.warning("a part of a layer is not compiled and runs as it is: %s", reason)
+                _LOG.warning(
+                    "a part of a layer is not compiled and runs as it is, with more memory than was planned: %s", reason
+                )
             made = graph.forward
         self.seconds += time.perf_counter() - begin
         compiled: Callable[..., Any] = made
@@ -135,7 +137,7 @@ def compiles(wanted: bool, device: torch.device) -> bool:
     """Whether blocks are compiled: as is wanted, if this machine can; a warning says why it cannot."""
     reason = why_not(device.type) if wanted else None
     if reason is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-        _LOG.warning("layers are not compiled: %s", reason)
+        _LOG.warning("layers are not compiled, and take more memory than was planned (--no-compile): %s", reason)
     return wanted and reason is None
 
 

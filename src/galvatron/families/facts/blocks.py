@@ -23,7 +23,17 @@ from galvatron.core.spec.model import (
     TensorParallel,
     Training,
 )
-from galvatron.families.facts.ops import FP32, Op, Split, activation, dropout, layer, layer_norm, linear
+from galvatron.families.facts.ops import (
+    FP32,
+    Op,
+    Split,
+    activation,
+    compiled_activation,
+    dropout,
+    layer,
+    layer_norm,
+    linear,
+)
 
 __all__ = [
     "AttentionShape",
@@ -230,8 +240,9 @@ def feed_forward(shape: FeedForwardShape, training: Training) -> tuple[Op, ...]:
     # projection.
     factors = 1 if training.compile else 2
     gate = (Op(split=factors * cells * element, gradient=2 * cells * element),) if shape.gated else ()
-    kept = (shape.gated and not training.compile) or not drop
-    act = activation(shape.activation, cells, element=element, output_kept=kept, compiled=training.compile)
+    act = activation(shape.activation, cells, element=element, output_kept=shape.gated or not drop)
+    if training.compile:
+        act = compiled_activation(shape.activation, cells, element=element, output_kept=not drop, gated=shape.gated)
     return (first, act, *gate, *drop, second)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Op",
     "Split",
     "activation",
+    "compiled_activation",
     "dropout",
     "layer",
     "layer_norm",
@@ -121,24 +122,28 @@ def dropout(elements: int, *, active: bool, element: int, split: bool = False) -
     return (Op(split=elements * split, replicated=elements * (not split), gradient=elements * element),)
 
 
-def activation(
-    name: str, elements: int, *, element: int, output_kept: bool, split: bool = True, compiled: bool = False
-) -> Op:
+def activation(name: str, elements: int, *, element: int, output_kept: bool, split: bool = True) -> Op:
     """An element-wise non-linearity.
 
     ``output_kept``: whether the next operation keeps the output anyway. Where a dropout comes between, it does not, and
-    the activations whose backward reads their own output keep it themselves. A compiled one keeps its input at most; of
-    a ReLU that is whether it was positive, a byte.
+    the activations whose backward reads their own output keep it themselves.
     """
     keeps = ACTIVATIONS[name]
     if keeps == 0 and not output_kept:
         keeps = 1
     saved = keeps * elements * element
-    if compiled:
-        saved = elements if name == "relu" else min(keeps, 1) * elements * element
     # Written-out activations have two branches of gradients alive at once.
     gradient = elements * element * (2 if keeps > 1 else 1)
     return Op(split=saved if split else 0, replicated=0 if split else saved, gradient=gradient)
+
+
+def compiled_activation(name: str, elements: int, *, element: int, output_kept: bool, gated: bool) -> Op:
+    """The same in a compiled block: it keeps its input, or of a ReLU whether that was positive, a byte. Beside a gate
+    all keep their input, which the other factor's gradient needs."""
+    saved = elements * element
+    if not gated:
+        saved = {"relu": elements, "tanh": 0 if output_kept else saved}.get(name, saved)
+    return Op(split=saved, gradient=elements * element)
 
 
 def residual(ops: Iterable[Op], skip: int) -> tuple[Op, ...]:

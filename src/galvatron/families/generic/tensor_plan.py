@@ -66,7 +66,7 @@ def _norms_of_heads(block: nn.Module, silent: list[str], rules: list[Rule], conf
     gradient."""
     columns = {rule.path.rpartition(".")[0] for rule in rules if isinstance(rule, Columns) and not rule.gathered}
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    width = getattr(text, "head_dim", None)
+    width = _of_all_layers(text, "head_dim")
     return [
         PartialGradients(path)
         for path in silent
@@ -74,6 +74,14 @@ def _norms_of_heads(block: nn.Module, silent: list[str], rules: list[Rule], conf
         and "norm" in path.rpartition(".")[2]
         and {tuple(own.shape) for own in block.get_submodule(path).parameters()} == {(width,)}
     ]
+
+
+def _of_all_layers(config: Any, field: str, differing: int | None = None) -> Any:
+    """A figure of a configuration, None if it has none; ``differing`` where layers differ in it."""
+    try:
+        return getattr(config, field, None)
+    except RuntimeError:  # transformers' answer there
+        return differing
 
 
 def rules_within(attribute: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -144,7 +152,9 @@ def divides(layer: Layer, config: Any) -> tuple[int, ...]:
     for rule in layer.rules:
         if isinstance(rule, Columns) and not rule.gathered and re.search("attn|attention", rule.path):
             text = config.get_text_config()
-            heads = [getattr(text, field, None) for field in ("num_attention_heads", "num_key_value_heads")]
+            heads = [
+                _of_all_layers(text, field, differing=1) for field in ("num_attention_heads", "num_key_value_heads")
+            ]
             found |= {own: None for own in heads if isinstance(own, int)}
         elif isinstance(rule, Columns) and rule.gathered:
             found[_linear(layer, rule.path).out_features] = None

@@ -106,6 +106,8 @@ def _more(layout: Uniform, model: ModelSpec) -> str | None:
 
 def _notes(layout: Uniform, model: ModelSpec) -> tuple[str, ...]:
     notes = ["the model's own flags (hidden size, heads, vocabulary, …) are yours to add"]
+    if model.training.compile:
+        notes.append("time and memory were priced with compiled blocks; Megatron's own fused kernels come near them")
     if model.training.precision is Precision.TF32:
         notes.append("TF32 is PyTorch's setting, not a flag: Megatron multiplies fp32 as PyTorch is told to")
     if layout.sharding in _FSDP and layout.data > 1:

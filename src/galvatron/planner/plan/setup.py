@@ -85,6 +85,7 @@ def request_for(
         _reject_tuning(training, model)
         _reject_other_training(setup, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
+    _reject_uncompiled(setup, known)
     seen = known.training.image_size if known.training.image_tokens is not None else None
     if training.image_size is not None and seen != training.image_size:
         raise InvalidInput(
@@ -224,6 +225,10 @@ def _reject_other_training(setup: Setup, model: ModelSpec) -> None:
                 f"{name.replace('_', '-')}: {asked} given, but {model.name!r} was described for {given}; describe it "
                 "for that, or leave it out"
             )
+
+
+def _reject_uncompiled(setup: Setup, model: ModelSpec) -> None:
+    """Blocks that run operation by operation need more memory than was counted for compiled ones."""
     if model.training.compile and setup.get("compile") is False:
         raise InvalidInput(
             f"compile: off, but {model.name!r} was described for compiled blocks, which save less for backward; "
