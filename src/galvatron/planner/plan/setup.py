@@ -37,6 +37,7 @@ from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.core.units import parse_bytes, parse_count
 from galvatron.families import load_cluster, load_model, load_profile, paper_profile
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
+from galvatron.planner.plan.described import reject_other_training, reject_tuning, reject_uncompiled
 from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_precision, paper_stages_a_micro_batch
@@ -82,10 +83,10 @@ def request_for(
     training = training_of(setup, cluster.device)
     cluster.device.flops_per_s(training.precision)  # says at once when the device lacks it
     if isinstance(model, ModelSpec):
-        _reject_tuning(training, model)
-        _reject_other_training(setup, model)
+        reject_tuning(training, model)
+        reject_other_training(setup, model)
     known = model if isinstance(model, ModelSpec) else load(model, training)
-    _reject_uncompiled(setup, known)
+    reject_uncompiled(setup, known)
     seen = known.training.image_size if known.training.image_tokens is not None else None
     if training.image_size is not None and seen != training.image_size:
         raise InvalidInput(
@@ -185,16 +186,6 @@ def _limits(setup: Setup) -> Limits | None:
     return limits or None
 
 
-def _reject_tuning(asked: Training, model: ModelSpec) -> None:
-    """Figures have no names of parameters: what is frozen is part of them."""
-    given = model.training
-    if asked.tunes and asked != replace(asked, freeze=given.freeze, train_only=given.train_only, lora=given.lora):
-        raise InvalidInput(
-            f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
-            "other parameters are frozen or none; give the model's name, folder or configuration"
-        )
-
-
 def _check_float8(model: ModelSpec, cluster: Cluster) -> None:
     """Whether it can be meant: on such devices, in such a precision, for such a model."""
     training = model.training
@@ -213,26 +204,6 @@ def _check_float8(model: ModelSpec, cluster: Cluster) -> None:
         raise InvalidInput(
             f"float8: no layer of {model.name} has linear layers that it is known to pay for (Llama's, with more than "
             "1024 inputs and 2048 outputs); drop --float8"
-        )
-
-
-def _reject_other_training(setup: Setup, model: ModelSpec) -> None:
-    """Figures were counted for one way of training; another that is asked for would be ignored."""
-    for name in ("precision", "attention", "dropout", "sequence_length"):
-        asked, given = setup.get(name), getattr(model.training, name)
-        if asked is not None and asked != given:
-            raise InvalidInput(
-                f"{name.replace('_', '-')}: {asked} given, but {model.name!r} was described for {given}; describe it "
-                "for that, or leave it out"
-            )
-
-
-def _reject_uncompiled(setup: Setup, model: ModelSpec) -> None:
-    """Blocks that run operation by operation need more memory than was counted for compiled ones."""
-    if model.training.compile and setup.get("compile") is False:
-        raise InvalidInput(
-            f"compile: off, but {model.name!r} was described for compiled blocks, which save less for backward; "
-            "describe it without compile, or leave that out"
         )
 
 
