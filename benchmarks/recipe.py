@@ -343,6 +343,8 @@ def main() -> None:
         _run(args)
     elif args.command == "one":
         print(json.dumps(_one(args.case, args.program)))
+    elif not Path(args.path).is_file():
+        parser.error(f"{args.path}: no such file; expected results that 'run' wrote")
     else:
         {"table": _table, "predicted": _predicted}[args.command](args.path)
 
