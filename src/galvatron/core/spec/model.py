@@ -341,11 +341,14 @@ class ModelSpec:
             for kind in stock.kinds
         )
         kinds = [kind.to_dict() for kind in balanced]
-        if stock.training.compile:
-            for kind in kinds:  # versions of PyTorch differ in what they make again in backward
+        dropout = []
+        if stock.training.compile and stock.family == "generic":
+            # Traced: versions of PyTorch differ in what a compiler makes again. Of dropout nothing else may tell.
+            dropout = [stock.training.dropout]
+            for kind in kinds:
                 del kind["split_activation_bytes"], kind["replicated_activation_bytes"]
         facts = {
             "kinds": sorted(kinds, key=lambda kind: str(kind["name"])),
-            "training": [stock.training.precision, stock.training.attention, stock.training.compile],
+            "training": [stock.training.precision, stock.training.attention, stock.training.compile, *dropout],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
