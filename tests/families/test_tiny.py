@@ -11,6 +11,8 @@ from transformers import AutoConfig
 
 from galvatron.core.spec import Attention, Training
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.tensor_plan import divides
+from galvatron.families.rules import Columns
 from galvatron.families.shallow import shallow_config
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.runtime.trial import random_model
@@ -61,3 +63,21 @@ def test_blocks_whose_heads_differ_are_cut_and_split() -> None:
     training = Training(attention=Attention.EAGER, dropout=False, sequence_length=TINY_TOKENS)
     model = random_model(transformers.Gemma4UnifiedForConditionalGeneration, tiny_config(config, degree=2), training)
     assert Generic(model).tensor_rules.blocks.keys() == {"sliding_attention", "full_attention"}
+
+
+def test_blocks_with_heads_of_different_numbers_are_not_split() -> None:
+    class Config:
+        num_attention_heads = 8
+
+        @property
+        def num_key_value_heads(self) -> int:
+            raise RuntimeError("'num_key_value_heads' is a per-layer attribute")  # as transformers says it
+
+        def get_text_config(self) -> Any:
+            return self
+
+    class Split:
+        rules = (Columns("self_attn.k_proj"),)
+
+    whole: Any = Split()
+    assert set(divides(whole, Config())) == {8, 1}

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from galvatron.families.layer import Activations, Layer
 from galvatron.measure.partition import saved_when_compiled
 from galvatron.measure.work import FUSED_FLOPS, Work, again_flops, bytes_of
+from galvatron.runtime.compiled import compiled_part
 from galvatron.runtime.selective import Grade
 
 __all__ = ["Inside", "Traced", "sizes", "trace"]
@@ -63,7 +64,7 @@ def trace(
     work = Work(layer.parameters(), given)
     counter = FlopCounterMode(display=False, custom_mapping=FUSED_FLOPS)
     inside = None if layer.experts is None else Inside()
-    block = layer._modules.get("block") if compiled and inside is None else None
+    block = compiled_part(layer) if compiled and inside is None else None
     calls: list[_Call] = []
     with ExitStack() as stack:
         if block is not None:

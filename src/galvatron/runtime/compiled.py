@@ -24,11 +24,16 @@ from torch import Tensor, fx, nn
 from galvatron.families.layer import Layer
 from galvatron.runtime.selective import Grade, mark
 
-__all__ = ["Compiler", "compiler", "compiles", "why_not"]
+__all__ = ["Compiler", "compiled_part", "compiler", "compiles", "why_not"]
 
 _LOG = logging.getLogger(__name__)
 _GRAPHS_OF_A_FUNCTION = 64
 """Kinds of blocks × strategies × training and evaluation × shapes: PyTorch's own limit of 8 is for one of these."""
+
+
+def compiled_part(layer: Layer) -> nn.Module | None:
+    """The module of a layer that is compiled: its block; None: it has none."""
+    return layer._modules.get("block")
 
 
 class Compiler:
@@ -48,8 +53,8 @@ class Compiler:
     def compile(self, layer: Layer, grade: Grade | None = None) -> bool:
         """Compile the layer's computation, when it is first run, so that it keeps for backward what the grade says;
         without one, what the compiler likes. Returns whether there is anything to compile."""
-        block = layer.block if "block" in layer._modules else None
-        if not isinstance(block, nn.Module):
+        block = compiled_part(layer)
+        if block is None:
             return False
         block.compile(backend=self._backends.setdefault(grade, partial(self._graph, grade)))
         return True
