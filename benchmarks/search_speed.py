@@ -5,7 +5,7 @@
 
 Three parts. *Combination*: one batch, pipeline degree, number of micro-batches and even cuts, solved by both, so the
 same problem. *Search*: one batch, all of the rest; the table takes the paper's even cuts, the search finds its own.
-*Commands*: what a user waits for, Python's start included.
+*Commands*: what a user waits for, Python's start included, and how long presets take to be read.
 
 The table is timed in two ways: with one table a stage that sets the largest transient of all strategies aside ("once"),
 which is the paper's cost but a poorer plan, and with a table for each transient ("each"), which is the problem the
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +33,7 @@ import numpy as np
 
 from galvatron.core.files.clusters import load_cluster
 from galvatron.core.spec import GPIPE, Training
-from galvatron.families import load_model
+from galvatron.families import load_model, model_names
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Candidates, Problem, search
 from galvatron.planner.search.combination import Candidate, Combination
@@ -168,6 +169,15 @@ tensor_parallel = { heads = 64 }
 """
 """1000 layers of 0.8 billion parameters, 4096 tokens of width 8192."""
 
+QUESTIONS = (
+    "llama3-8b --cluster h100 --batch 128",
+    "llama3-8b --cluster a100 --devices 8 --memory 30GiB",
+    "bert-huge-32 --cluster titan-rtx-8 --memory 8GiB",
+    "gpt2-xl --cluster rtx4090 --devices 8",
+    "llama3-8b --cluster h100-8 --batch 64 --lora 16",
+)
+"""What people ask of eight devices."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -202,11 +212,13 @@ def time_commands(times: int) -> list[Command]:
         deep.write_text(DEEP_MODEL, encoding="utf-8")
         paper = ["plan", "bert-huge-96", "--cluster", "titan-rtx-8", "--memory", "16GiB", "--json"]
         large = ["plan", str(deep), "--cluster", "h100-1024", "--batch", "2048", "--json"]
-        return [
-            time_command(["--help"], "--help", times),
-            time_command(paper, " ".join(paper), times),
-            time_command(large, " ".join(large).replace(str(deep), deep.name), times),
-        ]
+        commands = [["--help"], paper, large, *(["plan", *question.split(), "--json"] for question in QUESTIONS)]
+        return [time_command(each, " ".join(each).replace(str(deep), deep.name), times) for each in commands]
+
+
+def time_presets() -> dict[str, float]:
+    """Seconds in which each preset is read."""
+    return {name: best_of(3, partial(load_model, name, Training()))[0] for name in model_names()}
 
 
 # ---------------------------------------------------------------------------------------------------------- report
@@ -239,12 +251,16 @@ def main() -> None:
         if command.best_s is not None:
             inside = "" if command.search_s is None else f", of which search {command.search_s * 1e3:.0f} ms"
             print(f"galvatron {command.arguments}: {command.best_s:.2f} s{inside}")
+    presets = time_presets()
+    slowest = max(presets, key=presets.__getitem__)
+    print(f"{len(presets)} presets are read in {presets[slowest] * 1e3:.1f} ms ({slowest}) or less each")
     results = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "batches": BATCHES,
         "comparisons": [{**asdict(row), "speedup": round(row.speedup, 1)} for row in rows],
         "commands": [asdict(command) for command in commands],
+        "presets_s": presets,
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -19,6 +19,8 @@ from galvatron.train.checkpoints.folder import complete
 from galvatron.train.settings import Settings
 
 _ENDLESS = Settings(steps=100_000, save_every=3, timeout_s=4.0)
+_AT_ONCE_S = 60
+"""Less than any wait that has no end of its own, and enough for a machine that is busy."""
 _MIXED = (["dp4", "tp4", "dp2-tp2", "sdp4"],)
 _STAGES = (["dp2", "tp2"], ["sdp2", "dp2"])
 _PAIR = (["single", "single"], ["single", "single"])
@@ -34,9 +36,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path, plan_of(*_PAIR, micro_batches=2), _ENDLESS)
     job.wait_for_step(7)  # the save of step 3 is complete when that of step 6 begins
     job.signal(signal.SIGKILL, 1)
-    started = time.monotonic()
-    codes = job.wait()
-    assert time.monotonic() - started < 10
+    codes = job.wait(_AT_ONCE_S)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] > 0
     told = _told(job)
@@ -54,9 +54,7 @@ def test_a_stopped_rank_is_found_and_named(tmp_path: Path, rank: int) -> None:
     job = Job(tmp_path, plan_of(*(_STAGES if rank else _PAIR), micro_batches=2), settings)
     job.wait_for_step(2)
     job.signal(signal.SIGSTOP, rank)
-    started = time.monotonic()
-    codes = job.wait()
-    assert time.monotonic() - started < 2 * _ENDLESS.timeout_s + 3
+    codes = job.wait(_AT_ONCE_S)
     assert codes[rank] == -signal.SIGKILL
     told = _told(job)
     assert told["ranks"] == [rank]
@@ -96,9 +94,7 @@ def test_sigterm_saves_and_ends_in_order(tmp_path: Path) -> None:
     job.signal(signal.SIGTERM, 1)
     time.sleep(0.05)
     job.signal(signal.SIGTERM, 0, 1)
-    started = time.monotonic()
-    assert job.wait() == [0, 0], job.logs()
-    assert time.monotonic() - started < 25
+    assert job.wait(_AT_ONCE_S) == [0, 0], job.logs()
     outcome = json.loads(job.folder.outcome_file.read_text())
     assert outcome["stopped"]
     assert [saved.step for saved in complete(job.folder.checkpoints)] == [outcome["step"]]
@@ -144,9 +140,7 @@ def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:
 
 def test_an_error_of_one_rank_is_what_people_see(tmp_path: Path) -> None:
     job = Job(tmp_path, plan_of(["dp2", "tp2", "sdp2", "tp2"]), _ENDLESS, fail_at, 1, 3, fail)
-    started = time.monotonic()
-    codes = job.wait()
-    assert time.monotonic() - started < 60
+    codes = job.wait(_AT_ONCE_S)
     assert 0 not in codes
     told = _told(job)
     assert told["ranks"] == [1]

@@ -27,7 +27,7 @@ def test_what_takes_long_is_said_once_and_all_is_timed(monkeypatch: pytest.Monke
     time.sleep(0.1)
     assert said == ["building the model …"]
     assert list(seen.seconds) == ["building", "planning", "measuring", "starting"]
-    assert 0.2 <= seen.seconds["building"] < 2
+    assert seen.seconds["building"] >= 0.2
     line = phases_line(seen.seconds)
     assert "starting 3.00 s" in line
     assert " in all: " in line
