@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from longer import longer
 from oracle import Case
 from parity import check, plan_for
+from ranks import ranks
 from small_models import LAYERS, config
+from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional
 
 from galvatron import InvalidInput
 from galvatron.runtime import fused_loss
+from galvatron.runtime.tensor_parallel.vocabulary import Smoothing
 
 
 def _case(family: str, *stages: list[str], dtype: torch.dtype = torch.float64, **options: object) -> Case:
@@ -50,11 +55,13 @@ def test_only_where_logits_go_into_the_loss_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cells", [1, 50, 10**6])
 @pytest.mark.parametrize("chunk", [fused_loss._whole, fused_loss._compiled])
+@pytest.mark.parametrize("filled", [False, True])
 def test_any_chunk_gives_what_torch_gives(
-    dtype: torch.dtype, cells: int, chunk: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, cells: int, chunk: Any, filled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ignored targets count nothing, whatever the number of tokens at a time."""
+    """Ignored targets count nothing, whatever the number of tokens at a time, and words are filled up or not."""
     monkeypatch.setattr(fused_loss, "LOSS_CHUNK_CELLS", cells)
+    monkeypatch.setattr(fused_loss, "_WANT_ALIGNED", {"cpu"} if filled else {})
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -73,3 +80,54 @@ def test_any_chunk_gives_what_torch_gives(
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "filled"),
+    [(11, torch.bfloat16, 64), (8, torch.bfloat16, 8), (67, torch.float32, 128), (68, torch.float32, 68)],
+)
+def test_words_are_filled_up_where_rows_would_not_be_aligned(
+    words: int, dtype: torch.dtype, filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = torch.ones(words, 5, dtype=dtype), torch.ones(words, dtype=dtype)
+    assert fused_loss._filled(weight) is weight, "CPUs do not mind"
+    monkeypatch.setattr(fused_loss, "_WANT_ALIGNED", {"cpu"})
+    for own in (weight, bias):
+        found = fused_loss._filled(own)
+        assert found.shape == (filled, *own.shape[1:])
+        assert torch.equal(found[:words], own)
+        assert not found[words:].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_a_split_vocabulary_that_is_filled_up_gives_what_torch_gives(smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((7, 5), (11, 5), (11,))
+    )
+    labels = torch.tensor([3, -100, 10, 0, -100, 7, 7])
+    loss = functional.cross_entropy(
+        functional.linear(hidden, weight, bias), labels, reduction="sum", label_smoothing=smoothing
+    )
+    by_hidden, by_weight, by_bias = torch.autograd.grad(loss, (hidden, weight, bias))
+    given = [own.detach() for own in (hidden, weight, bias)]
+    parts = ranks(2).run(_split_loss, *given, labels, smoothing)
+    for own in parts:
+        torch.testing.assert_close(own[0], loss.detach(), rtol=1e-12, atol=1e-12)
+    whole = parts[0][1] + parts[1][1], *(torch.cat([parts[0][at], parts[1][at]]) for at in (2, 3))
+    torch.testing.assert_close(whole, (by_hidden, by_weight, by_bias), rtol=1e-12, atol=1e-12)
+
+
+def _split_loss(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, smoothing: float) -> list[Tensor]:
+    words = range(0, 6) if dist.get_rank() == 0 else range(6, 11)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_loss, "_WANT_ALIGNED", {"cpu"})
+        inputs = [
+            own.clone().requires_grad_()
+            for own in (hidden, weight[words.start : words.stop], bias[words.start : words.stop])
+        ]
+        group, smooth = dist.distributed_c10d._get_default_group(), Smoothing(smoothing, len(weight))
+        chunk = partial(fused_loss._split, words=words, group=group, smoothing=smooth)
+        loss = fused_loss._FusedCrossEntropy.apply(*inputs, labels, chunk)  # type: ignore[no-untyped-call]
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]

@@ -29,7 +29,13 @@ from galvatron.runtime.tensor_parallel.vocabulary import Smoothing, SplitCrossEn
 __all__ = ["fuse"]
 
 
-_Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_ALIGNED_BYTES = 16
+_FILLED_WORDS = 64
+_WANT_ALIGNED = frozenset({"cuda"})
+
+_Chunk = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""Of logits, labels and the number of words: the loss, and its gradient by the logits. What stands after the words in a
+row of logits counts nothing, and its gradient is zero."""
 
 
 def fuse(layer: Layer, tensor: TensorGroup | None, *, compiled: bool) -> None:
@@ -102,16 +108,18 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: _Chunk) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
+        words, given = len(weight), weight.dtype
+        weight, bias = _filled(weight), None if bias is None else _filled(bias)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         by_hidden = torch.empty_like(hidden) if wanted[0] else None
         by_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         by_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        rows = max(1, LOSS_CHUNK_CELLS // max(1, len(weight)))
+        rows = max(1, LOSS_CHUNK_CELLS // max(1, words))
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
             inputs = hidden[part]
-            losses, by_logits = chunk(functional.linear(inputs, weight, bias), labels[part])
+            losses, by_logits = chunk(functional.linear(inputs, weight, bias), labels[part], words)
             total += losses
             if by_hidden is not None:
                 torch.mm(by_logits, weight, out=by_hidden[part])
@@ -120,8 +128,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if by_bias is not None:
                 by_bias += by_logits.sum(0, dtype=wide)
             del by_logits  # before the next chunk's logits are made
-        found = (by_hidden, by_weight, by_bias)
-        ctx.save_for_backward(*(None if own is None else own.to(weight.dtype) for own in found))
+        own = (None if full is None else full[:words] for full in (by_weight, by_bias))
+        ctx.save_for_backward(*(None if full is None else full.to(given) for full in (by_hidden, *own)))
         return total
 
     @staticmethod
@@ -130,19 +138,43 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return *found, None, None
 
 
-def _whole(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def _filled(rows: Tensor) -> Tensor:
+    """The weight or bias of a vocabulary, with rows of zeros after its words where products would be slow without: GPUs
+    want the rows of matrices, here of logits, to begin at aligned addresses. With GPT-2's 50,257 words all three
+    products take a sixth of the time so."""
+    aligned = len(rows) * rows.element_size() % _ALIGNED_BYTES == 0
+    if aligned or rows.device.type not in _WANT_ALIGNED:
+        return rows
+    return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % _FILLED_WORDS))
+
+
+def _whole(logits: Tensor, labels: Tensor, words: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """The loss of some tokens, and its gradient by their logits, whose memory it uses."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = _wide(logits, words)
     counted = (labels != IGNORED).unsqueeze(-1)
     local = labels.unsqueeze(-1).clamp(min=0)
     norm = torch.logsumexp(wide, -1, keepdim=True)
     losses = ((norm - _target(wide, wide.gather(-1, local), smoothing)) * counted).sum()
     shares = wide.sub_(norm).exp_()
     if smoothing:
-        shares -= smoothing / logits.shape[-1]
+        shares -= smoothing / words
     shares.mul_(counted)
     shares.scatter_add_(-1, local, counted.to(shares.dtype) * (smoothing - 1))
-    return losses, shares.to(logits.dtype)
+    return losses, _in_place_of(logits, shares)
+
+
+def _wide(logits: Tensor, words: int) -> Tensor:
+    own = logits[:, :words]
+    return own if own.dtype == torch.float64 else own.float()
+
+
+def _in_place_of(logits: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient by all of the logits, in their memory."""
+    words = gradient.shape[-1]
+    if gradient.data_ptr() != logits.data_ptr():
+        logits[:, :words] = gradient
+    logits[:, words:] = 0
+    return logits
 
 
 def _target(wide: Tensor, own: Tensor, smoothing: float) -> Tensor:
@@ -150,31 +182,35 @@ def _target(wide: Tensor, own: Tensor, smoothing: float) -> Tensor:
     return (1 - smoothing) * own + smoothing * wide.mean(-1, keepdim=True) if smoothing else own
 
 
-def _compiled(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The same as a compiler likes it: nothing in place, one pass over the words."""
+def _compiled(logits: Tensor, labels: Tensor, words: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The same as a compiler likes it: nothing in place, and rows in their whole length, so that it reads them in
+    aligned pieces."""
+    place = torch.arange(logits.shape[-1], device=logits.device)
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if words < logits.shape[-1]:
+        wide = torch.where(place < words, wide, -torch.inf)
     counted = (labels != IGNORED).unsqueeze(-1)
     norm = torch.logsumexp(wide, -1, keepdim=True)
     own = wide.gather(-1, labels.unsqueeze(-1).clamp(min=0))
-    losses = ((norm - _target(wide, own, smoothing)) * counted).sum()
-    target = (torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)).to(wide.dtype)
+    losses = ((norm - _target(wide[:, :words], own, smoothing)) * counted).sum()
+    target = (place == labels.unsqueeze(-1)).to(wide.dtype)
     if smoothing:
-        target = target * (1 - smoothing) + smoothing / logits.shape[-1]
+        target = torch.where(place < words, target * (1 - smoothing) + smoothing / words, 0)
     return losses, (((wide - norm).exp() - target) * counted).to(logits.dtype)
 
 
 def _split(
-    logits: Tensor, labels: Tensor, words: range, group: ProcessGroup, smoothing: Smoothing
+    logits: Tensor, labels: Tensor, count: int, words: range, group: ProcessGroup, smoothing: Smoothing
 ) -> tuple[Tensor, Tensor]:
     """The same of logits that are split by vocabulary; a rank may have none."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = _wide(logits, count)
     counted = labels != IGNORED
     mine = counted & (labels >= words.start) & (labels < words.stop)
     local = torch.where(mine, labels - words.start, 0).unsqueeze(-1)
-    highest = wide.amax(-1) if len(words) else wide.new_full(labels.shape, -torch.inf)
+    highest = wide.amax(-1) if count else wide.new_full(labels.shape, -torch.inf)
     highest = collectives.maximum(highest, group)
     shifted = wide.sub_(highest.unsqueeze(-1))
-    target = shifted.gather(-1, local).squeeze(-1) * mine if len(words) else torch.zeros_like(highest)
+    target = shifted.gather(-1, local).squeeze(-1) * mine if count else torch.zeros_like(highest)
     target = smoothed_target(shifted, target, smoothing)
     shares = shifted.exp_()
     sums = collectives.all_reduce(torch.stack([shares.sum(-1), target]), group)
@@ -182,9 +218,9 @@ def _split(
     shares.mul_((counted / sums[0]).unsqueeze(-1))
     if smoothing.share:
         shares -= smoothing.each * counted.to(shares.dtype).unsqueeze(-1)
-    if len(words):
+    if count:
         shares.scatter_add_(-1, local, mine.to(shares.dtype).unsqueeze(-1) * (smoothing.share - 1))
-    return losses, shares.to(logits.dtype)
+    return losses, _in_place_of(logits, shares)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
