@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,12 +70,17 @@ class Compiler:
         from torch._inductor import config as inductor
         from torch._inductor.compile_fx import compile_fx
 
+        from galvatron.runtime.narrow import merge
+
         begin = time.perf_counter()
         self.graphs += 1
         try:
             # Backward at once, so that what fails there fails here.
-            marks = nullcontext() if grade is None else inductor.patch(joint_custom_post_pass=_marks(grade))
-            with _first_alone(graph, inputs), functorch.patch(force_non_lazy_backward_lowering=True), marks:
+            passes = {"post_grad_custom_pre_pass": _pass(merge, "narrow-1")}
+            if grade is not None:
+                passes["joint_custom_post_pass"] = _pass(partial(mark, grade=grade), f"{grade}-1")
+            at_once = functorch.patch(force_non_lazy_backward_lowering=True)
+            with _first_alone(graph, inputs), at_once, inductor.patch(**passes):
                 made: Any = compile_fx(graph, inputs)
         except RestartAnalysis:
             raise  # no failure: PyTorch makes the graph again, with a number that had changed as a constant
@@ -118,18 +123,18 @@ def _first_alone(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]
                 file.flush()
 
 
-def _marks(grade: Grade) -> Any:
-    """A pass over graphs, with its part in the key under which they are kept on disk."""
+def _pass(change: Callable[[fx.Graph], None], name: str) -> Any:
+    """A pass over graphs; its name, with a version, is part of the key under which they are kept on disk."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Marks(CustomGraphPass):
+    class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            mark(graph, grade)
+            change(graph)
 
         def uuid(self) -> str:
-            return f"galvatron-{grade}-1"
+            return f"galvatron-{name}"
 
-    return Marks()
+    return Pass()
 
 
 @cache
