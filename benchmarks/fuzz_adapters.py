@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.planner import Request
 
-__all__ = ["adapted", "adapted_plan", "draw_adapters", "stock_of"]
+__all__ = ["adapted", "adapted_plan", "draw_adapters", "plain_name", "stock_of"]
 
 _HEADS = ("lm_head", "classifier", "score", "cls")
 
@@ -44,7 +45,7 @@ def draw_adapters(dice: random.Random, model: nn.Module) -> str:
         (0.1, "bias", "lora_only"),
         (0.15, "layers_to_transform", [0] if isinstance(options["target_modules"], list) else None),
         (0.1, "rank_pattern", {inner[0]: rank + 1}),
-        (0.1, "modules_to_save", [name for name in linear if name in _HEADS][:1]),
+        (0.3, "modules_to_save", [name for name in linear if name in _HEADS][:1] or ["norm"]),
         (0.15, "then", "unfreeze norms"),
         (0.05, "then", "merge"),
         (0.05, "then", "disable"),
@@ -66,7 +67,9 @@ def adapted(model: nn.Module, options: str, seed: int) -> Any:
     conv = any(isinstance(own, Conv1D) for own in model.modules())
     config = LoraConfig(**given, fan_in_fan_out=conv)
     try:
-        made: Any = get_peft_model(model, config)
+        with warnings.catch_warnings():  # of tied weights, which are among the cases
+            warnings.simplefilter("ignore")
+            made: Any = get_peft_model(model, config)
         if then == "second":
             made.add_adapter("other", LoraConfig(**given, fan_in_fan_out=conv))
     except ValueError as error:
@@ -98,9 +101,14 @@ def stock_of(model: nn.Module) -> nn.Module:
     return stock
 
 
+def plain_name(name: str) -> str:
+    """The stock model's name of a parameter of a module that peft trains in full."""
+    return name.replace(".modules_to_save.default.", ".")
+
+
 def adapted_plan(model: nn.Module, case: Any) -> galvatron.Plan:
     """For what ``galvatron.plan(model)`` says of the model, with the strategies that were drawn."""
-    cluster, options = f"rtx4090:{case.devices}", Setup(batch=8 * case.devices, precision="fp32", compile=False)
+    cluster, options = f"rtx4090:{case.devices}", Setup(batch=8 * case.devices, precision="fp32", compile=case.compiled)
     options["attention"], options["dropout"] = "fused" if case.attention == "sdpa" else "eager", False
     if getattr(stock_of(model), "main_input_name", "input_ids") == "input_ids":
         options["sequence_length"] = case.length

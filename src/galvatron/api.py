@@ -11,7 +11,7 @@ from galvatron.core.spec import Cluster, ModelSpec
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import request_for
+from galvatron.planner.plan.setup import request_for, with_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,7 @@ def _tuned_as(model: nn.Module, setup: Setup) -> nn.Module:
     stock: nn.Module = without_peft(as_stock(model))
     lora = lora_of(stock)
     if lora is not None:
-        setup["lora"], setup["lora_alpha"], setup["lora_targets"] = lora.rank, lora.alpha, ",".join(lora.targets)
+        setup.update(with_adapters(setup, lora))
         return stock
     said = [setup.get("freeze") or "", *frozen_parts(stock)]
     setup["freeze"] = ",".join(each for each in said if each) or None

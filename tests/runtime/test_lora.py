@@ -127,11 +127,22 @@ def test_adapters_are_scaled_at_their_rank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
-def test_compiled() -> None:
-    """Only adapters have gradients, in compiled blocks too."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_compiled(wide: bool) -> None:
+    """Only adapters have gradients, in compiled blocks too; where these are wide, products of adapters are merged."""
     compiled = Training(dropout=False, compile=True)
-    stages = [["dp2", "tp2", "tp2+rc", "dp2"]]
-    _check(_Adapted(config=_LLAMA, stages=stages, batch=4, dtype=torch.float32, training=compiled))
+    stages = [["dp2", "tp2", "tp2+rc", "dp2+rs", "dp2"]]
+    size = {"hidden_size": 160, "intermediate_size": 160} if wide else {}
+    _check(
+        _Adapted(
+            config=config("llama", vocab_size=64, num_hidden_layers=3, **size),
+            stages=stages,
+            batch=32 if wide else 4,
+            rank=4,
+            dtype=torch.float32,
+            training=compiled,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +246,7 @@ def test_the_plan_counts_adapters(tmp_path: Path) -> None:
     assert spec.parameters == sum(own.numel() for own in model.parameters())
     assert [layer.name for layer in spec.layers] == ["embedding+frozen", *["decoder+lora"] * 2, "head+passed"]
     assert plan.model.training.lora == Lora(
-        rank=3, alpha=6, targets=("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+        rank=3, alpha=6, targets=("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"), full=()
     )
     plan.save(tmp_path / "plan.json")
     assert galvatron.Plan.load(tmp_path / "plan.json") == plan
@@ -281,7 +292,7 @@ def test_adapters_around_the_blocks_start_from_nothing() -> None:
     fields = {"model_type": "electra", "architectures": ["ElectraForSequenceClassification"], "embedding_size": 8}
     training = Training(sequence_length=8, dropout=False, lora=Lora(rank=2, alpha=4))
     spec = load_any_model({**_MIXTRAL, **fields}, training)
-    assert [layer.name for layer in spec.layers] == ["embedding+lora", *["block+lora"] * 2, "head+lora"]
+    assert [layer.name for layer in spec.layers] == ["embedding+lora", *["block+lora"] * 2, "head"]
     first, second = ranks(2).run(_fresh, priced(Request(model=spec, cluster=cluster_of(2), batch=4), [["dp2"] * 4]))
     assert "electra.embeddings_project.lora_A.default.weight" in first
     assert all(torch.equal(own, second[name]) for name, own in first.items())
@@ -314,7 +325,7 @@ def _said(case: _Adapted, plan: galvatron.Plan, options: dict[str, Any], trained
     [
         ({"target_modules": ["q_proj"], "use_dora": True}, "q_proj has a variant of LoRA"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens adapts a Embedding"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head is peft's ModulesToSaveWrapper"),
+        ({"target_modules": "all-linear", "modules_to_save": ["lm_head"]}, "its parameter lm_head.weight trains, but"),
         ({"target_modules": "all-linear", "lora_dropout": 0.1}, "has dropout, with which tensor parallelism cannot"),
         ({"target_modules": ["q_proj"]}, "adapters of its layer 1 (decoder) have 192 parameters, those in the plan"),
     ],
@@ -328,7 +339,6 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], expected: str) -> N
 @pytest.mark.parametrize(
     ("trained", "frozen", "expected"),
     [
-        ("input_layernorm", "nothing", "peft: model.layers.0.input_layernorm.weight trains beside the adapters"),
         ("q_proj.base_layer", "nothing", "peft: model.layers.0.self_attn.q_proj.weight trains beside the adapters"),
         ("nothing", "lora_A", "lora_A.default.weight is frozen; adapters train as a whole"),
         ("nothing", "lora_", "is_trainable=True"),

@@ -156,7 +156,7 @@ SETUP_PANELS: dict[str, tuple[str, ...]] = {
         "expert_imbalance",
         "profile",
     ),
-    "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets"),
+    "Fine-tuning": ("freeze", "train_only", "lora", "lora_alpha", "lora_targets", "lora_full"),
     "Search": ("space", "schedule", "cuts", "paper", "pipeline", "pin", "forbid", "time_limit"),
     "Extensions of the space (--no-NAME turns one off)": tuple(switch.name for switch in SWITCHES),
 }

@@ -21,7 +21,7 @@ EXAMPLES = (
 _SAID_BY_LAYOUT = (
     "batch", "batch_tokens", "batch_step", "max_batch", "max_micro_batches", "max_micro_batch", "space", "schedule",
     "cuts", "paper", "pipeline", "pin", "forbid", "freeze", "train_only", "lora", "lora_alpha", "lora_targets",
-    "float8",
+    "lora_full", "float8",
 )  # fmt: skip
 
 

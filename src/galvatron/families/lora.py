@@ -6,43 +6,40 @@ stand beside it. peft is an extra: what only reads models that have no adapters 
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import copy
+import re
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.files.reader import parse, read_text
-from galvatron.core.spec.tuning import ALL_LINEAR, Lora
-from galvatron.families.layer import LayeredModel
-from galvatron.families.weights import Weights
+from galvatron.core.spec.tuning import ALL_LINEAR, Lora, is_within
 
 __all__ = [
-    "AdaptedWeights",
+    "ADAPTER",
     "Adapter",
-    "adapter_lora",
     "adapter_of",
     "add_adapters",
+    "all_names",
+    "decided",
     "has_adapters",
     "is_adapter",
     "lora_of",
     "plain_name",
     "scale_at_rank",
+    "trains_head",
     "without_adapter",
     "without_peft",
 ]
 
-_NAME = "default"
-_FILE = "adapter_model.safetensors"
+ADAPTER = "default"
+"""What peft calls the adapter of a model that has one."""
 _BASE = ".base_layer."
+_HEADS = {"Classification": ("classifier", "score"), "QuestionAnswering": ("qa_outputs",)}
+"""What trains beside adapters unless someone says otherwise, by how the class is called: peft's tasks have it so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
         return None
     lora: Any = module
-    return Adapter(lora.lora_A[_NAME], lora.lora_B[_NAME], float(lora.scaling[_NAME]))
+    return Adapter(lora.lora_A[ADAPTER], lora.lora_B[ADAPTER], float(lora.scaling[ADAPTER]))
 
 
 def scale_at_rank(layer: nn.Module) -> None:
@@ -84,9 +81,9 @@ def scale_at_rank(layer: nn.Module) -> None:
 
 def _adapted(module: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """W x + B (scaling · A x)."""
-    own = Adapter(module.lora_A[_NAME], module.lora_B[_NAME], module.scaling[_NAME])
+    own = Adapter(module.lora_A[ADAPTER], module.lora_B[ADAPTER], module.scaling[ADAPTER])
     result: Tensor = module.base_layer(tensor, *args, **kwargs)
-    low: Tensor = own.down(module.lora_dropout[_NAME](tensor.to(own.down.weight.dtype)))
+    low: Tensor = own.down(module.lora_dropout[ADAPTER](tensor.to(own.down.weight.dtype)))
     added: Tensor = own.up(low * own.scaling)
     return result + added.to(result.dtype)
 
@@ -107,6 +104,7 @@ def without_peft(model: Any) -> Any:
     """The stock model inside a ``PeftModel``, with the adapters that it has; any other model itself. Raises
     :class:`InvalidInput` for adapters that we cannot run."""
     base = model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+    base = _with_saved_modules(base)
     for name, module in base.named_modules():
         kind = type(module)
         if not kind.__module__.startswith("peft.") or name.endswith(tuple(_INSIDE)):
@@ -114,8 +112,8 @@ def without_peft(model: Any) -> Any:
         reason = _unusable(module) if hasattr(module, "lora_A") else f"is peft's {kind.__name__}"
         if reason is not None:
             raise InvalidInput(
-                f"peft: {name} {reason}; expected LoRA on linear projections with one adapter named {_NAME!r}, "
-                "not merged, without DoRA, bias and modules_to_save"
+                f"peft: {name} {reason}; expected LoRA on linear projections with one adapter named {ADAPTER!r}, "
+                "not merged, without DoRA and bias"
             )
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is not None and adapter_of(head) is not None:
@@ -124,17 +122,93 @@ def without_peft(model: Any) -> Any:
     return base
 
 
+def _with_saved_modules(base: Any) -> Any:
+    """The same with what peft trains in the place of whole modules (``modules_to_save``) where those stood; the tensors
+    are the same, the modules others: the model that was given stays peft's."""
+    wrapped = [name for name, module in base.named_modules() if type(module).__name__ == "ModulesToSaveWrapper"]
+    if not wrapped:
+        return base
+    names = all_names(base)
+    alike = copy.deepcopy(base, {id(own): own for own in (*base.parameters(), *base.buffers())})
+    inner = next((name for name in wrapped if any(name.startswith(f"{outer}.") for outer in wrapped)), None)
+    if inner is not None:
+        raise InvalidInput(f"peft: {inner} is inside of another module that is saved; name the outer one alone")
+    for name in wrapped:
+        wrapper = alike.get_submodule(name)
+        if not all(own.requires_grad for own in wrapper.modules_to_save.parameters()):
+            raise InvalidInput(
+                f"peft: {name} is saved with the adapters, but frozen; unfreeze it (requires_grad_(True); "
+                "PeftModel.from_pretrained(…, is_trainable=True))"
+            )
+        if (
+            list(wrapper.modules_to_save) != [ADAPTER]
+            or wrapper.active_adapters != [ADAPTER]
+            or wrapper.disable_adapters
+        ):
+            raise InvalidInput(
+                f"peft: {name} is saved for the adapters {', '.join(wrapper.modules_to_save)}, or they are turned off; "
+                f"expected one, named {ADAPTER!r}"
+            )
+        originals = wrapper.original_module.parameters()
+        tied = [each for own in originals for each in names[own] if not each.startswith(f"{name}.")]
+        if tied:
+            raise InvalidInput(
+                f"peft: {name} is saved apart, but in the stock model it is tied to {tied[0]}; leave it out of "
+                "modules_to_save, or untie the two"
+            )
+        parent, _, own = name.rpartition(".")
+        setattr(alike.get_submodule(parent), own, wrapper.modules_to_save[ADAPTER])
+    return alike
+
+
+def all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter; tied ones have several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, own in model.named_parameters(remove_duplicate=False):
+        names.setdefault(own, []).append(name)
+    return names
+
+
+def _full(model: nn.Module) -> tuple[str, ...]:
+    """The modules of a model with adapters that train in full, those inside of others left out. Raises
+    :class:`InvalidInput` for what trains beside adapters and is no module: exports would leave it out."""
+    flags = {name: own.requires_grad for name, own in model.named_parameters() if not is_adapter(name)}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{each}" for each, _ in module.named_parameters()]
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if own and not inside and _BASE not in f"{name}." and all(flags.get(each, False) for each in own):
+            found.append(name)
+    names = all_names(model)
+    for name, trains in flags.items():
+        if not trains:
+            continue
+        if not any(name.startswith(f"{own}.") for own in found):
+            raise InvalidInput(
+                f"peft: {plain_name(name)} trains beside the adapters, and is not all of a module that has none, as "
+                'peft would save it; freeze it (requires_grad_(False); in LoraConfig, bias="none"), or train all of '
+                "the module (modules_to_save)"
+            )
+        if len(tied := names[model.get_parameter(name)]) > 1:
+            raise InvalidInput(
+                f"peft: {name} trains beside the adapters and is tied to {tied[1]}, which peft would load apart; "
+                "freeze it, or untie them"
+            )
+    ends = tuple(found)
+    if still := next((name for name, trains in flags.items() if not trains and is_within(name, ends)), None):
+        raise InvalidInput(
+            f"peft: {plain_name(still)} does not train, but its module's name ends like one that trains beside the "
+            f"adapters, of {', '.join(found)}; peft saves modules by ends of names: train both, or none"
+        )
+    return ends
+
+
 def _check_trained(model: nn.Module) -> None:
-    """Of a model with adapters these train, and nothing else: plans freeze the rest, and exports leave it out."""
+    """Of a model with adapters all of these train."""
     flags = {name: own.requires_grad for name, own in model.named_parameters() if is_adapter(name)}
     if not flags:
         return
-    also = next((name for name, own in model.named_parameters() if own.requires_grad and name not in flags), None)
-    if also is not None:
-        raise InvalidInput(
-            f"peft: {plain_name(also)} trains beside the adapters, which cannot be run; freeze it "
-            '(requires_grad_(False); in LoraConfig, bias="none")'
-        )
+    _full(model)
     still = next((name for name, trains in flags.items() if not trains), None)
     if still is not None:
         raise InvalidInput(
@@ -152,17 +226,18 @@ def _unusable(module: Any) -> str | None:
         return f"adapts {module.parameter_name}, a weight of experts or of their router"
     if not isinstance(module.base_layer, nn.Linear | Conv1D):
         return f"adapts a {type(module.base_layer).__name__}"
-    if list(module.lora_A) != [_NAME] or list(module.active_adapters) != [_NAME]:
+    if list(module.lora_A) != [ADAPTER] or list(module.active_adapters) != [ADAPTER]:
         return f"has the adapters {', '.join(module.lora_A)}, of which {', '.join(module.active_adapters)} are active"
     if module.merged or module.disable_adapters:
         return "has its adapter merged or turned off"
-    if module.use_dora.get(_NAME) or module.lora_bias.get(_NAME) or module.lora_variant.get(_NAME) is not None:
+    if module.use_dora.get(ADAPTER) or module.lora_bias.get(ADAPTER) or module.lora_variant.get(ADAPTER) is not None:
         return "has a variant of LoRA (DoRA, a bias …)"
     return None
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> Any:
-    """Give projections of a stock model adapters, and freeze all else; returns peft's configuration of them."""
+    """Give projections of a stock model adapters, and freeze all else but what trains in full; returns peft's
+    configuration of them."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
@@ -170,15 +245,65 @@ def add_adapters(model: nn.Module, lora: Lora) -> Any:
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     conv = any(isinstance(module, Conv1D) for module in model.modules())
     alpha: Any = lora.alpha
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=conv)
+    whole = [name for name, own in model.named_parameters() if lora.trains(name)]
+    _check_full(lora, model)
+    ends = "|".join(map(re.escape, lora.full or ()))
+    left_out = rf".*({ends})(\..*)?" if ends else None
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=conv, exclude_modules=left_out
+    )
     if targets == ALL_LINEAR:
         _leave_experts_out(config, model)
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise InvalidInput(f"lora-targets: {', '.join(lora.targets)} given, but peft says: {error}") from None
+        apart = f" beside {', '.join(lora.full)} that train in full" if lora.full else ""
+        raise InvalidInput(f"lora-targets: {', '.join(lora.targets)} given{apart}, but peft says: {error}") from None
+    for name in whole:
+        model.get_parameter(name).requires_grad_()
     adapted: Any = without_peft(model)
-    return adapted.peft_config[_NAME]
+    made = adapted.peft_config[ADAPTER]
+    made.exclude_modules, made.modules_to_save = None, list(lora.full or ()) or None
+    if not isinstance(made.target_modules, str):
+        made.target_modules = {own for own in made.target_modules if not lora.trains(f"{own}.weight")}
+    return made
+
+
+def decided(lora: Lora, model: nn.Module) -> Lora:
+    """The same, with the modules that train in full where nobody has said which: the head of a classifier."""
+    if lora.full is not None:
+        return lora
+    heads = next((own for part, own in _HEADS.items() if type(model).__name__.endswith(part)), ())
+    present = {own for own in heads for name, _ in model.named_parameters() if is_within(name, (own,))}
+    return replace(lora, full=tuple(sorted(present)))
+
+
+def trains_head(lora: Lora, model: nn.Module) -> bool:
+    """Whether all of what peft takes for the head of a classifier trains in full."""
+    heads = tuple(own for heads in _HEADS.values() for own in heads)
+    return all(lora.trains(name) for name, _ in model.named_parameters() if is_within(name, heads))
+
+
+def _check_full(lora: Lora, model: nn.Module) -> None:
+    fitting: dict[str, list[str]] = {own: [] for own in lora.full or ()}
+    for names in all_names(model).values():
+        for own, found in fitting.items():
+            fits = [name for name in names if is_within(name, (own,))]
+            found += fits
+            if fits and len(names) > 1:
+                others = ", ".join(name for name in names if name not in fits[:1])
+                raise InvalidInput(
+                    f"lora-full: {own!r} given, but {fits[0]} is tied to {others}, which peft would load apart; leave "
+                    "it out, or untie them in the configuration (tie_word_embeddings)"
+                )
+    heads = _HEADS["Classification"]
+    for own, found in fitting.items():
+        # peft's configurations of classifiers have both names of heads.
+        if not found and not (own in heads and any(fitting.get(other) for other in heads)):
+            raise InvalidInput(
+                f"lora-full: {own!r} fits no module of {type(model).__name__} that has parameters; expected ends of "
+                "names of modules, such as classifier"
+            )
 
 
 def _leave_experts_out(config: Any, model: nn.Module) -> None:
@@ -214,81 +339,4 @@ def lora_of(model: nn.Module) -> Lora | None:
         if name.rpartition(".")[2] in ends and (name in found or isinstance(module, nn.Linear | Conv1D))
     }
     targets = ends if fitting == found.keys() else sorted(found)
-    return Lora(rank=rank, alpha=scaling * rank, targets=tuple(targets))
-
-
-class AdaptedWeights:
-    """Weights of a model with adapters: of the stock model from one source, of adapters from a folder as peft writes
-    it, or as peft starts them: A as a linear layer, drawn from (seed, name) alone, B zero."""
-
-    def __init__(
-        self, layered: LayeredModel, plain: LayeredModel, base: Weights, seed: int, folder: Path | None = None
-    ) -> None:
-        """``layered``: the model with adapters, ``plain``: without; ``base``: the weights of that."""
-        self._base, self._seed = base, seed
-        self._plain = [{layer.stock_name(name): name for name, _ in layer.named_parameters()} for layer in plain.layers]
-        self._layers = [
-            {name: (layer.stock_name(name), tuple(own.shape)) for name, own in layer.named_parameters()}
-            for layer in layered.layers
-        ]
-        self._saved = None if folder is None else _saved(folder, self._names())
-
-    def _names(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for layer in self._layers for name, shape in layer.values() if is_adapter(name)}
-
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        base, names = self._base.tensors(index), self._plain[index]
-        return {
-            name: self._adapter(stock, shape) if is_adapter(stock) else base[names[plain_name(stock)]]
-            for name, (stock, shape) in self._layers[index].items()
-        }
-
-    def _adapter(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if self._saved is not None:
-            return self._saved[name].to(torch.float32)
-        if ".lora_B." in name:
-            return torch.zeros(shape)
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        drawn = torch.empty(shape)
-        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        return drawn
-
-
-def adapter_lora(folder: Path) -> Lora:
-    """What the configuration of a folder of adapters says."""
-    path = folder / "adapter_config.json"
-    content = parse(read_text(path, "peft's configuration of LoRA adapters"), str(path), "JSON")
-    try:
-        targets = content["target_modules"]
-        for name in ("use_dora", "use_rslora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"):
-            if content.get(name):
-                raise InvalidInput(f"{path}: {name} is {content[name]!r}; expected plain LoRA of one rank")
-        names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
-        return Lora(rank=content["r"], alpha=content["lora_alpha"], targets=names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"{path}: cannot be read as peft's configuration of LoRA adapters ({error!r})") from None
-
-
-def _saved(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    path = folder / _FILE
-    found: dict[str, Tensor] = {}
-    if not path.is_file():
-        raise InvalidInput(f"{path}: no such file; expected adapters as peft writes them")
-    try:
-        with safe_open(path, framework="pt") as file:
-            for saved in file.keys():  # noqa: SIM118 (no mapping)
-                name = saved.removeprefix("base_model.model.")
-                for part in (".lora_A.", ".lora_B."):
-                    name = name.replace(f"{part}weight", f"{part}{_NAME}.weight")
-                found[name] = file.get_tensor(saved)
-    except Exception as error:  # of whatever kind: safetensors has its own
-        raise InvalidInput(f"{path}: cannot be read as adapters ({error}); expected what peft writes") from None
-    for name in {**found, **expected}:
-        shape = tuple(found[name].shape) if name in found else None
-        if shape != expected.get(name):
-            raise InvalidInput(
-                f"{path}: {name} is {shape or 'missing'}; expected {expected.get(name, 'no such adapter')}: rank and "
-                "projections must be those of the plan"
-            )
-    return found
+    return Lora(rank=rank, alpha=scaling * rank, targets=tuple(targets), full=_full(model))

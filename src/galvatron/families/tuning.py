@@ -16,7 +16,7 @@ from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import LayerSpec, ModelSpec, Training
 from galvatron.core.spec.tuning import Tuning
 from galvatron.families.layer import Layer, LayeredModel
-from galvatron.families.lora import is_adapter, plain_name
+from galvatron.families.lora import all_names, is_adapter, plain_name
 from galvatron.families.rules import Columns, Rows, Table, Vocabulary
 
 __all__ = ["check_frozen", "freeze", "frozen_parts", "tuned"]
@@ -29,9 +29,15 @@ def freeze(model: nn.Module, training: Training) -> None:
 
 
 def check_frozen(model: nn.Module, training: Training) -> None:
-    """Raise :class:`PlanMismatch` if a model in memory trains what its plan froze: that would not fit."""
+    """Raise :class:`PlanMismatch` if a model in memory trains what its plan froze, for that would not fit, or the other
+    way round what trains beside adapters, for these are exported together."""
     frozen = _frozen(model, training)
     for name, own in model.named_parameters():
+        if training.lora is not None and training.lora.trains(name) and not own.requires_grad:
+            raise PlanMismatch(
+                f"model: its parameter {name} is frozen, but the plan was made for one in which it trains beside the "
+                "adapters; unfreeze it (modules_to_save of LoraConfig), or plan again for this model"
+            )
         if own in frozen and own.requires_grad:
             raise PlanMismatch(
                 f"model: its parameter {name} trains, but the plan was made for one in which it is frozen; freeze it "
@@ -64,12 +70,11 @@ def frozen_parts(model: nn.Module) -> tuple[str, ...]:
 
 def _frozen(model: nn.Module, training: Training) -> set[nn.Parameter]:
     """A tied weight is frozen where any of its names is; it trains only if one of them is to. With adapters, all else
-    is frozen."""
-    if training.lora is not None:
-        return {own for name, own in model.named_parameters() if not is_adapter(name)}
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, own in model.named_parameters(remove_duplicate=False):
-        names.setdefault(own, []).append(name)
+    is frozen but modules that train beside them."""
+    lora = training.lora
+    if lora is not None:
+        return {own for name, own in model.named_parameters() if not is_adapter(name) and not lora.trains(name)}
+    names = all_names(model)
     for option, patterns in (("freeze", training.freeze), ("train-only", training.train_only)):
         for pattern in patterns:
             if not any(_fits(name, [pattern]) for found in names.values() for name in found):

@@ -65,7 +65,7 @@ def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
         )
     try:
         from galvatron.families.build import build_meta
-        from galvatron.families.lora import add_adapters
+        from galvatron.families.lora import add_adapters, decided
         from galvatron.families.registry import layered_model
         from galvatron.families.tuning import freeze, tuned
     except ImportError as error:
@@ -75,7 +75,9 @@ def _tuned(spec: ModelSpec, training: Training) -> ModelSpec:
         ) from None
     model = build_meta(spec.config, spec.training, as_named=spec.family == "generic")
     if training.lora is not None:
-        add_adapters(model, training.lora)
+        lora = decided(training.lora, model)
+        add_adapters(model, lora)
+        training = replace(training, lora=lora)
     freeze(model, training)
     asked = replace(spec.training, freeze=training.freeze, train_only=training.train_only, lora=training.lora)
     return tuned(spec, layered_model(model, generic=spec.family == "generic"), asked)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
+from galvatron.families.adapter_weights import AdaptedWeights
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
@@ -21,7 +22,7 @@ from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.own_module import InputsFunction, check_sum, own_module
 from galvatron.families.given import as_stock
 from galvatron.families.layer import LayeredModel
-from galvatron.families.lora import AdaptedWeights, add_adapters, has_adapters, without_peft
+from galvatron.families.lora import add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
 from galvatron.families.saved import SavedWeights, load_buffers
 from galvatron.families.smoothing import smooth_labels
@@ -188,7 +189,7 @@ def _settings(
 
 def _stock(model: Model, plan: Plan) -> nn.Module:
     if isinstance(model, nn.Module) and not any(buffer.is_meta for buffer in model.buffers()):
-        if plan.model.training.lora is None:
+        if plan.model.training.lora is None or has_adapters(model):
             check_frozen(model, plan.model.training)
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
         return empty

@@ -19,7 +19,7 @@ from galvatron.measure.models import load_any_model
 from galvatron.planner.plan.advice import make_plan
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import request_for, training_of
+from galvatron.planner.plan.setup import request_for, training_of, with_adapters
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
 from galvatron.train.checkpoints.folder import complete
@@ -264,7 +264,7 @@ def _check_optimizer(asked: Asked, plan: Plan) -> None:
     if wanted is not None and wanted != planned:
         raise InvalidInput(f"optimizer: {wanted!r} given, but the plan is for {planned!r}; plan anew for that one")
     asked_for, training = training_of(asked.setup), plan.model.training
-    if asked_for.lora is not None and asked_for.lora != training.lora:
+    if asked_for.lora is not None and not asked_for.lora.asks_for(training.lora):
         raise InvalidInput("lora: the plan was made for other adapters, or for none; plan anew")
     for name in ("freeze", "train_only"):
         patterns, frozen = getattr(asked_for, name), getattr(training, name)
@@ -296,11 +296,10 @@ def _with_adapters(asked: Asked) -> Asked:
     """Adapters to start from say their own rank and projections."""
     if asked.settings.adapters is None or asked.setup.get("lora") is not None or asked.resume:
         return asked
-    from galvatron.families.lora import adapter_lora
+    from galvatron.families.adapter_weights import adapter_lora
 
     lora = adapter_lora(Path(asked.settings.adapters))
-    said: Setup = {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": ",".join(lora.targets)}
-    return replace(asked, setup={**asked.setup, **said})
+    return replace(asked, setup=with_adapters(asked.setup, lora))
 
 
 def _check_inputs(subject: _Subject, settings: Settings, folder: RunFolder) -> int:

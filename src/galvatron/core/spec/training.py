@@ -93,6 +93,8 @@ class Training:
             del facts["optimizer"]
         if not self.float8:
             del facts["float8"]
+        if self.lora is not None and self.lora.full is None:
+            del facts["lora"]["full"]
         kept = {name: own for name, own in facts.items() if own is not None or not name.startswith("image_")}
         return kept if self.tunes else {name: own for name, own in kept.items() if name not in _TUNING}
 

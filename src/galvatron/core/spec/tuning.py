@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec.figures import check_figures
 
-__all__ = ["ALL_LINEAR", "Lora", "Tuning", "stock_kind"]
+__all__ = ["ALL_LINEAR", "Lora", "Tuning", "is_within", "stock_kind"]
 
 ALL_LINEAR = "all-linear"
 """Instead of names of projections: all of them but the head's."""
@@ -21,6 +21,9 @@ class Lora:
     alpha: float
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Ends of names of the projections that have one."""
+    full: tuple[str, ...] | None = None
+    """Ends of names of modules that train as they are beside the adapters, as ``modules_to_save`` of peft has them:
+    ``norm`` is the end of ``input_layernorm``, too. None: nobody has said, and the model's class decides."""
 
     def __post_init__(self) -> None:
         check_figures(self, "lora")
@@ -28,6 +31,14 @@ class Lora:
             raise InvalidInput(f"lora: rank {self.rank}, alpha {self.alpha:g} given; expected at least 1, and above 0")
         if not self.targets:
             raise InvalidInput(f"lora-targets: none given; expected names of projections, or {ALL_LINEAR}")
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter of this name trains although it belongs to no adapter."""
+        return is_within(name, self.full or ())
+
+    def asks_for(self, planned: Lora | None) -> bool:
+        """Whether a plan for those adapters is one for these; what nobody has said may be as it is there."""
+        return planned is not None and planned == (replace(self, full=planned.full) if self.full is None else self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +62,12 @@ class Tuning:
     adapter_replicated_parameters: int = 0
     adapter_flops: int = 0
     adapter_activation_bytes: int = 0
+
+
+def is_within(parameter: str, modules: tuple[str, ...]) -> bool:
+    """Whether a parameter belongs to a module whose name ends like one of these: peft's rule."""
+    parts = parameter.split(".")
+    return any(".".join(parts[:count]).endswith(modules) for count in range(1, len(parts)))
 
 
 def stock_kind(name: str) -> str:

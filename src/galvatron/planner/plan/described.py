@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ModelSpec, Training
 from galvatron.planner.plan.options import Setup
@@ -14,7 +12,9 @@ __all__ = ["reject_other_training", "reject_tuning", "reject_uncompiled"]
 def reject_tuning(asked: Training, model: ModelSpec) -> None:
     """Figures have no names of parameters: what is frozen is part of them."""
     given = model.training
-    if asked.tunes and asked != replace(asked, freeze=given.freeze, train_only=given.train_only, lora=given.lora):
+    adapted = asked.lora is None or asked.lora.asks_for(given.lora)
+    patterns = asked.freeze, asked.train_only
+    if asked.tunes and not (adapted and patterns == (given.freeze, given.train_only)):
         raise InvalidInput(
             f"{'lora' if asked.lora else 'freeze'}: asked for, but {model.name!r} is given by its figures, of which "
             "other parameters are frozen or none; give the model's name, folder or configuration"

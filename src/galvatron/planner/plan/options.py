@@ -55,9 +55,12 @@ class _Sizes(TypedDict, total=False):
     compile: Annotated[bool | None, "Compile each block with torch.compile (default: on GPUs)."]
     profile: Annotated[str | Path | None, "Measured layer times, from 'galvatron profile model' (.toml)."]
     freeze: Annotated[str | None, "Parameters to freeze: names of parameters or modules, with *, separated by commas."]
-    lora: Annotated[int | None, "Train LoRA adapters of this rank; everything else is frozen."]
+    lora: Annotated[int | None, "Train LoRA adapters of this rank; the rest is frozen (but see --lora-full)."]
     lora_alpha: Annotated[float | None, "LoRA alpha (default: twice the rank)."]
     lora_targets: Annotated[str | None, "Projections that get an adapter, separated by commas (default: all-linear)."]
+    lora_full: Annotated[
+        str | None, "Modules that train in full beside adapters, by commas (default: the head of a classifier)."
+    ]
     train_only: Annotated[str | None, "Parameters to train, everything else is frozen; written as for --freeze."]
 
 

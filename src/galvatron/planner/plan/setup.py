@@ -45,7 +45,7 @@ from galvatron.planner.plan.planner import Request
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["Setup", "Source", "cluster_for", "request_for", "training_of"]
+__all__ = ["Setup", "Source", "cluster_for", "request_for", "training_of", "with_adapters"]
 
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
@@ -208,19 +208,40 @@ def _check_float8(model: ModelSpec, cluster: Cluster) -> None:
 
 
 def _lora(setup: Setup) -> Lora | None:
-    rank, alpha, targets = setup.get("lora"), setup.get("lora_alpha"), setup.get("lora_targets")
+    rank, alpha = setup.get("lora"), setup.get("lora_alpha")
+    targets, full = setup.get("lora_targets"), setup.get("lora_full")
     if rank is None:
-        for name in ("lora_alpha", "lora_targets"):
+        for name in ("lora_alpha", "lora_targets", "lora_full"):
             if setup.get(name) is not None:
                 raise InvalidInput(f"{name.replace('_', '-')}: given without a rank; give --lora too, or drop it")
         return None
     for name in ("freeze", "train_only"):
         if setup.get(name):
             raise InvalidInput(
-                f"{name.replace('_', '-')}: given together with --lora, which freezes all but the adapters; drop it"
+                f"{name.replace('_', '-')}: given together with --lora, which freezes all but the adapters; drop it "
+                "(--lora-full names what else trains)"
             )
-    chosen = _patterns(targets) if targets is not None else (ALL_LINEAR,)
-    return Lora(rank=rank, alpha=2.0 * rank if alpha is None else float(alpha), targets=chosen)
+    return Lora(
+        rank=rank,
+        alpha=2.0 * rank if alpha is None else float(alpha),
+        targets=_patterns(targets) if targets is not None else (ALL_LINEAR,),
+        full=None if full is None else _patterns(full),
+    )
+
+
+def with_adapters(setup: Setup, lora: Lora) -> Setup:
+    """The setup, which then asks for adapters that are there already. Raises :class:`InvalidInput` if it asks for
+    others."""
+    said: Setup = {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": ",".join(lora.targets)}
+    if lora.full is not None:
+        said["lora_full"] = ",".join(lora.full)
+    for name, own in said.items():
+        if setup.get(name) not in (None, own):
+            raise InvalidInput(
+                f"{name.replace('_', '-')}: {setup.get(name)} given, but the adapters are there already, with "
+                f"{own or 'none'}; drop it"
+            )
+    return {**setup, **said}
 
 
 def _patterns(given: str | None) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta
-from galvatron.families.lora import add_adapters, is_adapter, plain_name
+from galvatron.families.lora import add_adapters, is_adapter, plain_name, trains_head
 
-__all__ = ["lora_of_plan", "merged", "merged_shapes", "write_adapters"]
+__all__ = ["is_exported", "lora_of_plan", "merged", "merged_shapes", "write_adapters"]
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
@@ -37,7 +37,15 @@ _Outline = TypeVar("_Outline")
 def lora_of_plan(plan: Mapping[str, Any]) -> Lora | None:
     """The adapters that a plan, as its file has it, was made for."""
     found = plan["model"]["training"].get("lora")
-    return None if found is None else Lora(**{**found, "targets": tuple(found["targets"])})
+    if found is None:
+        return None
+    full = found.get("full")
+    return Lora(**{**found, "targets": tuple(found["targets"]), "full": None if full is None else tuple(full)})
+
+
+def is_exported(name: str, lora: Lora | None) -> bool:
+    """Whether a parameter is written where adapters alone are: theirs, and those of modules that train in full."""
+    return is_adapter(name) or (lora is not None and lora.trains(name))
 
 
 def merged_shapes(outlines: Mapping[str, _Outline]) -> dict[str, _Outline]:
@@ -83,13 +91,14 @@ def write_adapters(plan: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]
         raise InvalidInput(f"{out}: exists and is not empty; give the name of a new folder")
     stock = build_meta(model["config"], Training(attention=Attention.EAGER), as_named=model["family"] == "generic")
     config = add_adapters(stock, lora)
-    config.task_type = next((task for end, task in _TASKS.items() if type(stock).__name__.endswith(end)), None)
+    task = next((task for end, task in _TASKS.items() if type(stock).__name__.endswith(end)), None)
+    config.task_type = task if trains_head(lora, stock) else None  # or peft would look for a head in the file
     config.inference_mode = True
     config.base_model_name_or_path = model["config"].get("_name_or_path") or None
     found = {
         f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().to("cpu").contiguous()
         for name, tensor in tensors
-        if is_adapter(name)
+        if is_exported(name, lora)
     }
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,9 @@ from galvatron.core.errors import CheckpointCorrupt, InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta
-from galvatron.families.lora import is_adapter
 from galvatron.families.saved import saved_names
 from galvatron.runtime.model import ParallelModel
-from galvatron.train.checkpoints.adapters import lora_of_plan, merged, merged_shapes, write_adapters
+from galvatron.train.checkpoints.adapters import is_exported, lora_of_plan, merged, merged_shapes, write_adapters
 from galvatron.train.checkpoints.companions import write_companions
 from galvatron.train.checkpoints.folder import Saved
 from galvatron.train.checkpoints.manifest import Manifest, SavedTensor, read_chunk
@@ -49,7 +48,8 @@ def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False, compan
     manifest = Manifest.read(checkpoint.path)
     parameters = manifest.parameters
     if adapters:
-        chosen = {name: own for name, own in parameters.items() if is_adapter(name)}
+        lora = lora_of_plan(manifest.plan)
+        chosen = {name: own for name, own in parameters.items() if is_exported(name, lora)}
         write_adapters(manifest.plan, ((name, _whole(checkpoint.path, own)) for name, own in chosen.items()), Path(out))
         return None if companions is None else write_companions(companions, Path(out), None)
     tensors = parameters | manifest.buffers
