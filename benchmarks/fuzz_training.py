@@ -1,6 +1,7 @@
 """Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
 
-    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4 [--context | --architectures] [--adapters]
+    python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4
+        [--context | --architectures] [--adapters] [--compiled]
 
 Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
 ``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
@@ -8,7 +9,8 @@ Each case is drawn from its seed alone and printed as one line of JSON: what was
 status 1. Ranks are started once for all cases. ``--context`` divides sequences over ranks in most layers, of other
 models. ``--architectures`` draws from all architectures of transformers that train (``results/intake.jsonl``), each
 tiny, some with padding on the left; those that TP does not divide get none. ``--adapters`` gives the models low-rank
-adapters of peft, which then trains them alone.
+adapters of peft, which then trains them alone. ``--compiled`` compiles blocks, where anything that does not compile is
+``different``.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 import galvatron
-from fuzz_adapters import adapted, adapted_plan, draw_adapters, stock_of
+from fuzz_adapters import adapted, adapted_plan, draw_adapters, plain_name, stock_of
 from fuzz_batches import mask_any, pad
 from fuzz_models import DECODERS, MODELS
 from galvatron.core.errors import GalvatronError
@@ -41,6 +44,8 @@ from galvatron.families.build import without_weights
 from galvatron.families.layer import LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.space import EXTENDED, Space
+from galvatron.runtime import narrow
+from galvatron.runtime.compiled import compiler
 from galvatron.runtime.split_trial import split_difference
 from galvatron.runtime.unpriced import facts_of, unpriced
 from galvatron.runtime.verify import own_loss
@@ -107,6 +112,8 @@ class Drawn:
     """It is any of transformers' architectures."""
     adapters: str = ""
     """What peft is told, as JSON; empty: there are none."""
+    compiled: bool = False
+    """Blocks are compiled, and products that are narrow for so small a model are merged."""
 
     @property
     def family(self) -> str:
@@ -155,7 +162,13 @@ def _offered(stock: str) -> tuple[bool, bool]:
 
 
 def draw(
-    seed: int, most: int = 8, *, context: bool = False, architectures: bool = False, adapters: bool = False
+    seed: int,
+    most: int = 8,
+    *,
+    context: bool = False,
+    architectures: bool = False,
+    adapters: bool = False,
+    compiled: bool = False,
 ) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
@@ -173,7 +186,7 @@ def draw(
         length=dice.choice([16, 16, 32] if context else [8, 8, 16, 16, 10]), padding=dice.random() < 0.5,
         positions=dice.random() < 0.3, optimizer=dice.choice(list(_OPTIMIZERS)), frozen=dice.choice(_FREEZING),
         clip=dice.choice(["", "own", "habit"]), accumulate=dice.choice([1, 1, 1, 2]), evaluate=dice.random() < 0.2,
-        context=context, architecture=architectures,
+        context=context, architecture=architectures, compiled=compiled,
     )  # fmt: skip
     if adapters:
         case = replace(case, frozen="", adapters=draw_adapters(random.Random(seed), _model(case)))
@@ -236,9 +249,11 @@ def _strategy(
 
 def _training(case: Drawn) -> Training:
     if case.architecture:
-        return training_of(ALL[case.stock].stock)
+        return replace(training_of(ALL[case.stock].stock), compile=case.compiled)
     attention = Attention.FUSED if case.attention == "sdpa" else Attention.EAGER
-    return Training(dropout=False, attention=attention, sequence_length=case.length if case.context else None)
+    return Training(
+        dropout=False, attention=attention, sequence_length=case.length if case.context else None, compile=case.compiled
+    )
 
 
 def _model(case: Drawn) -> nn.Module:
@@ -343,14 +358,14 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
         if (number + 1) % case.accumulate:
             continue
         gradients = gradients or {
-            name: torch.zeros_like(own) if own.grad is None else own.grad.clone()
+            plain_name(name): torch.zeros_like(own) if own.grad is None else own.grad.clone()
             for name, own in model.named_parameters(remove_duplicate=False)
         }
         if case.clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {name: own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
+    parameters = {plain_name(name): own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
     return _Record(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
 
 
@@ -364,6 +379,8 @@ def _plan(case: Drawn) -> galvatron.Plan:
 def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tensor]]) -> _Record | str:
     """On a rank: the same under the plan; what is refused comes back as a text."""
     try:
+        if case.compiled:
+            _merge_small_products()
         model = galvatron.parallelize(_model(case), plan, dtype=torch.float64, device="cpu", check=False)
         optimizer = model.optimizer(getattr(torch.optim, case.optimizer), **_OPTIMIZERS[case.optimizer])
         losses, norms, gradients = [], [], dict[str, Tensor]()
@@ -383,9 +400,17 @@ def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tenso
             optimizer.step()
             optimizer.zero_grad()
         model.compare_replicas()
+        if case.compiled and compiler().failures:
+            return f"different: not compiled, because of {compiler().failures}"
     except GalvatronError as error:
         return f"refused: {error}"
     return _Record(losses=losses, norms=norms, gradients=gradients, parameters=dict(model.whole_parameters()))
+
+
+def _merge_small_products() -> None:
+    inductor.cpp.simdlen = 1  # or it compiles programs to find out about the processor
+    narrow._NARROW, narrow._ALIGNED_BYTES = 8, 8
+    compiler().failures.clear()
 
 
 def _difference(ours: _Record, theirs: _Record, noise: float) -> str | None:
@@ -424,12 +449,14 @@ def fuzz(
     context: bool = False,
     architectures: bool = False,
     adapters: bool = False,
+    compiled: bool = False,
 ) -> Iterator[Outcome]:
     """What becomes of each seed's case."""
     for seed in seeds:
         began, drawn, kind = time.perf_counter(), {}, "error"
         try:
-            case = draw(seed, most, context=context, architectures=architectures, adapters=adapters)
+            kinds = {"context": context, "architectures": architectures, "adapters": adapters, "compiled": compiled}
+            case = draw(seed, most, **kinds)
             drawn = asdict(case)
             given = _batches(case)
             found = run(case.devices, _together, case, _plan(case), given)
@@ -458,6 +485,7 @@ def main() -> int:
     drawn.add_argument("--context", action="store_true", help="divide sequences over ranks")
     drawn.add_argument("--architectures", action="store_true", help="any of transformers' architectures")
     parser.add_argument("--adapters", action="store_true", help="train low-rank adapters of peft")
+    parser.add_argument("--compiled", action="store_true", help="compile blocks")
     parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slice is None and given.workers > 1:
@@ -465,12 +493,15 @@ def main() -> int:
         started = [subprocess.Popen([*own, "--slice", str(number)]) for number in range(given.workers)]
         return max(process.wait() for process in started)
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "runtime"))
+    import ranks as started_ranks
     from ranks import ranks
 
+    if given.compiled:
+        started_ranks._LIMIT_S = 1200  # compiling takes minutes on few cores
     last = given.seed + given.cases
     seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
     counts: Counter[str] = Counter()
-    kind = {"context": given.context, "architectures": given.architectures, "adapters": given.adapters}
+    kind = {name: getattr(given, name) for name in ("context", "architectures", "adapters", "compiled")}
     for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, **kind):
         counts[outcome.kind] += 1
         print(json.dumps(asdict(outcome)), flush=True)
