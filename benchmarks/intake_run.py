@@ -218,14 +218,14 @@ class _Case:
         blocks = self.layered.layers[1:-1]
         if not any(layer.rules for layer in blocks):
             why = self.layered.tensor_rules.refused if isinstance(self.layered, Generic) else ""
-            has_plan = any("*" in name for name in getattr(self.model, "tp_plan", None) or ())
-            raise _Refused(why or ("its TP plan splits no block" if has_plan else "it has no TP plan"))
+            raise _Refused(why or "no projections of its blocks can be split")
         kinds = {kind.name: kind for kind in facts_of(self.layered, self.training, "").kinds}
         able = [bool(layer.rules) and kinds[layer.kind].allows_tensor_parallel(_RANKS) for layer in self.layered.layers]
         if not any(able[1:-1]):
             raise _Refused("2 does not divide its heads")
         if isinstance(self.layered, Generic):
-            wrong = _apart(lambda: split_difference(self.model, self.training))
+            rules = self.layered.tensor_rules
+            wrong = _apart(lambda: split_difference(self.model, self.training, rules))
             if wrong is not None:
                 raise _Refused(f"no tensor parallelism is offered, because {wrong}")
         return self.unpriced([["tp2" if can else "dp2" for can in able]])

@@ -1,6 +1,7 @@
 """Architectures of today under mixed plans on four processes: a tiny copy trains as the stock model does in one.
 
-Their rules come from transformers' own plans. Those with experts are in ``test_experts``.
+Their rules come from transformers' own plans, or from a run of a block where there is none (``modernbert`` and what
+follows it). Those with experts are in ``test_experts``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "gpt_neox": ("GPTNeoXForCausalLM", {}),
-    "modernbert": ("ModernBertForMaskedLM", {}),
     "apertus": ("ApertusForCausalLM", {}),
+    "modernbert": ("ModernBertForMaskedLM", {}),
     "whisper": ("WhisperForConditionalGeneration", _WHISPER),
+    "opt": ("OPTForCausalLM", {}),
+    "roberta": ("RobertaForSequenceClassification", {}),
+    "umt5": ("UMT5ForConditionalGeneration", {"num_layers": 4, "num_decoder_layers": 4}),
 }
-_IN_ONE_STAGE, _IN_PIPELINES = ("phi3",), ("gpt_neox", "modernbert")
-"""What ``make test`` has: packed projections; parallel residuals; no causal mask. ``test_experts`` has norms of
-heads, ``test_unknown_family`` tied weights. The longer run has all in one stage and in two."""
+_IN_ONE_STAGE, _IN_PIPELINES = ("phi3",), ("gpt_neox", "modernbert", "opt")
+"""What ``make test`` has: packed projections; parallel residuals, no causal mask, numbers of heads.
+``test_experts`` has norms of heads, ``test_unknown_family`` tied weights. The longer run has all in one stage and in
+two."""
 _TENSOR = ("dp2-tp2", "tp4", "sdp2-tp2+rc", "sdp4", "tp2-dp2", "tp2-sdp2", "dp4+zero2")
 _WHOLE = ("dp4", "sdp4+rc", "dp2-sdp2", "dp4+zero2")
 _TWO_STAGES = ("tp2", "sdp2+rc", "dp2", "tp2+rc")

@@ -42,6 +42,8 @@ class Columns:
     of them. None: nobody else reads it."""
     gathered: bool = False
     """Whether its outputs are put together again: what follows is computed whole on each rank."""
+    heads: int | None = None
+    """How many heads its outputs are, where a run showed it: a degree must divide them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartialGradients:
-    """A module inside the split part with whole parameters (a norm of each head): every rank's gradients of them come
-    from its own heads, and are summed."""
+    """A module inside the split part with whole parameters (a norm of each head), or one such parameter: every rank's
+    gradients of them come from its own heads, and are summed."""
 
     path: str
 

@@ -125,19 +125,20 @@ class _Description:
 
     def _split(self, layered: Generic) -> dict[str, Traced]:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""
-        kind = type(self._model).__name__
-        if layered.tensor_rules.refused:
-            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, layered.tensor_rules.refused)
-        if not layered.tensor_rules.blocks:
+        kind, rules = type(self._model).__name__, layered.tensor_rules
+        # Where transformers has no plan of the model, nobody expects what a guess would have given.
+        say = _LOG.debug if rules.guessed else _LOG.warning
+        if rules.refused:
+            say("%s: no tensor parallelism is offered, because %s", kind, rules.refused)
+        if not rules.blocks:
             return {}
-        divisible = bool(layered.tensor_rules.divisible)
-        whole, divided = split_problems(self._model, self._training, sequence=divisible)
+        whole, divided = split_problems(self._model, self._training, rules)
         if whole is not None:
-            _LOG.warning("%s: no tensor parallelism is offered, because %s", kind, whole)
+            say("%s: no tensor parallelism is offered, because %s", kind, whole)
             return {}
         if divided is not None:
-            _LOG.warning("%s: no sequence parallelism is offered, because %s", kind, divided)
-            layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
+            say("%s: no sequence parallelism is offered, because %s", kind, divided)
+            layered.tensor_rules = replace(rules, divisible=frozenset())
         return self._trace(self._layered(), LoneGroup(_RANKS))
 
     def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, Traced]:

@@ -150,7 +150,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check = options.get("check")
     if isinstance(layered, Generic) if check is None else check:
         given = model if isinstance(model, nn.Module) and plain is None else stock
-        verify(given, plan, device=settings.device, example=example, loss=loss)
+        rules = layered.tensor_rules if isinstance(layered, Generic) else None
+        verify(given, plan, device=settings.device, example=example, loss=loss, rules=rules)
     cap_memory(settings.device, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
     made = build(plan, layered, settings, source)
     if own is not None:

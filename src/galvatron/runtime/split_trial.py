@@ -20,6 +20,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.tensor_rules import TensorRules
 from galvatron.families.layer import Activations, Batch
 from galvatron.families.shallow import shallow_config
 from galvatron.families.tiny import tiny_config
@@ -41,38 +42,44 @@ _SIZE = (2, 16)
 _FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
-def split_problems(model: nn.Module, training: Training, *, sequence: bool) -> tuple[str | None, str | None]:
-    """Why tensor parallelism must not be used, and why not together with sequence parallelism; None: it may be.
+def split_problems(model: nn.Module, training: Training, rules: TensorRules) -> tuple[str | None, str | None]:
+    """Why the model's tensor-parallel rules must not be used, and why not together with sequence parallelism; None:
+    they may be."""
+    sequence = bool(rules.divisible)  # else there is one thing to try
+    divided = split_difference(model, training, rules, sequence=sequence)
+    return (split_difference(model, training, rules) if divided is not None and sequence else divided), divided
 
-    ``sequence``: whether there are layers whose sequence could be divided; else there is one thing to try.
-    """
-    divided = split_difference(model, training, sequence=sequence)
-    return (split_difference(model, training) if divided is not None and sequence else divided), divided
 
-
-def split_difference(model: nn.Module, training: Training, *, sequence: bool = False) -> str | None:
-    """Why tensor parallelism (with sequence parallelism where layers allow it) must not be used; None: it may be."""
+def split_difference(
+    model: nn.Module, training: Training, rules: TensorRules | None = None, *, sequence: bool = False
+) -> str | None:
+    """Why tensor parallelism (with sequence parallelism where layers allow it) must not be used; None: it may be.
+    ``rules``: the model's own, where they may not be those of a tiny copy."""
     cpu = torch.device("cpu")
     with restored(cpu), torch.enable_grad():
         try:
             small = _small(model, training)
             with suppress(*_FAILURES):  # some models compute in no other type than fp32
-                return _difference(_wide(small), FP64, sequence=sequence)
-            return _difference(small, FP32, sequence=sequence)
+                return _difference(_wide(small), FP64, rules, sequence=sequence)
+            return _difference(small, FP32, rules, sequence=sequence)
         except NotChecked as reason:
             return f"it cannot be tried out: {reason}"
         except _FAILURES as error:
             return f"a tiny copy fails when it is split ({str(error).partition(chr(10))[0]})"
 
 
-def _difference(small: nn.Module, tolerance: Tolerance, *, sequence: bool) -> str | None:
+def _difference(small: nn.Module, tolerance: Tolerance, rules: TensorRules | None, *, sequence: bool) -> str | None:
     dtype = next(own.dtype for own in small.parameters() if own.is_floating_point())
     models = [Generic(without_weights(small)) for _ in range(_RANKS)]
+    if rules is not None and not rules.proven_by(models[0].tensor_rules):
+        return "a tiny copy of it would be split otherwise"
     batches = {
         name: {key: own.to(dtype) if own.is_floating_point() else own for key, own in drawn.items()}
         for name, drawn in trial_batches(models[0], small, _SIZE).items()
     }
     answers = [one_process(small, batch, None, torch.device("cpu")) for batch in batches.values()]
+    if not all(bool(own.isfinite().all()) for answer in answers for own in answer.gradients.values()):
+        raise ValueError("gradients of the whole one are not finite")
 
     def run(group: ProcessGroup) -> list[_Share]:
         rank = _Rank(models[group.rank()], small, group, sequence=sequence)
@@ -151,7 +158,8 @@ class _Rank:
             )
             for name, parameter in list(layer.named_parameters()):
                 shard = ParameterShard(tuple(own[name].shape), _splits(done, name))
-                set_everywhere(layer, parameter, nn.Parameter(shard.take(own[name]).clone()))
+                local = nn.Parameter(shard.take(own[name]).clone(), requires_grad=parameter.requires_grad)
+                set_everywhere(layer, parameter, local)
             self._done.append(done)
             self._shapes.append({name: tuple(value.shape) for name, value in own.items()})
 

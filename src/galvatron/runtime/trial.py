@@ -28,7 +28,16 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.checks import check_model, kinds_of
 from galvatron.runtime.layout.tokens import chunks_of
 
-__all__ = ["NotChecked", "Trial", "random_model", "small_images", "tiny_copy", "trial_batches", "trial_of"]
+__all__ = [
+    "NotChecked",
+    "Trial",
+    "random_model",
+    "small_images",
+    "strategies_of",
+    "tiny_copy",
+    "trial_batches",
+    "trial_of",
+]
 
 _MOST_PARAMETERS = 50_000_000
 """Of a model that is compared: more would take more than seconds, and memory that the run needs."""
@@ -58,8 +67,8 @@ class Trial:
 def trial_of(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFunction | None) -> Trial:
     """The tiny copy, or the model itself if it is small; raises :class:`NotChecked` where neither will do."""
     reasons = []
-    degree = math.lcm(*(strategy.degree(Kind.TP) * strategy.degree(Kind.ULYSSES) for strategy in _strategies(plan)))
-    experts = math.lcm(*(degree_of(strategy.expert_factors(Kind.EP)) for strategy in _strategies(plan)))
+    degree = math.lcm(*(strategy.degree(Kind.TP) * strategy.degree(Kind.ULYSSES) for strategy in strategies_of(plan)))
+    experts = math.lcm(*(degree_of(strategy.expert_factors(Kind.EP)) for strategy in strategies_of(plan)))
     for tiny in (True, False):
         try:
             training = plan.model.training
@@ -157,20 +166,21 @@ def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFun
     return Trial(model=model, plan=plan, batches=batches, targets=targets, example=example, loss=loss)
 
 
-def _strategies(plan: Plan) -> list[Strategy]:
+def strategies_of(plan: Plan) -> list[Strategy]:
+    """That of each layer."""
     return [strategy for stage in plan.stages for strategy in stage.strategies]
 
 
 def _length(plan: Plan) -> int:
-    tensor = (strategy.degree(Kind.TP) for strategy in _strategies(plan))
-    return math.lcm(_LENGTH, *tensor, *(chunks_of(strategy.layout) for strategy in _strategies(plan)))
+    tensor = (strategy.degree(Kind.TP) for strategy in strategies_of(plan))
+    return math.lcm(_LENGTH, *tensor, *(chunks_of(strategy.layout) for strategy in strategies_of(plan)))
 
 
 def _rows(plan: Plan) -> int:
     """The smallest micro-batch that is divided, and changes its layout, as the plan's own."""
 
     def alike(rows: int) -> bool:
-        if any(rows % strategy.data_degree for strategy in _strategies(plan)):
+        if any(rows % strategy.data_degree for strategy in strategies_of(plan)):
             return False
         changes = [pair for stage in plan.stages for pair in pairwise(stage.strategies)]
         return all(

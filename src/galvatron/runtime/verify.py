@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from galvatron.core.errors import Unequal
+from galvatron.core.errors import InvalidInput, Unequal
+from galvatron.core.spec import Kind
 from galvatron.families.build import without_weights
-from galvatron.families.generic.adapter import LossFunction, logits_of
+from galvatron.families.generic.adapter import Generic, LossFunction, logits_of
 from galvatron.families.generic.balance import asks_for_scores, collect_scores
+from galvatron.families.generic.tensor_rules import TensorRules
 from galvatron.families.layer import IGNORED, Batch
 from galvatron.families.registry import layered_model
 from galvatron.families.weights import ModelWeights
@@ -33,7 +35,7 @@ from galvatron.runtime import collectives
 from galvatron.runtime.build import build
 from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
-from galvatron.runtime.trial import NotChecked, Trial, trial_of
+from galvatron.runtime.trial import NotChecked, Trial, strategies_of, trial_of
 
 __all__ = ["FP32", "FP64", "Answer", "Tolerance", "difference", "judged", "one_process", "own_loss", "verify"]
 
@@ -64,14 +66,22 @@ def verify(
     device: torch.device,
     example: Batch | None = None,
     loss: LossFunction | None = None,
+    rules: TensorRules | None = None,
 ) -> None:
     """Raise :class:`Unequal` on all ranks if the model does not train under the plan as in one process.
 
-    Call it on every rank of an existing world. A model that cannot be compared is named in a warning of rank 0.
+    Call it on every rank of an existing world. A model that cannot be compared is named in a warning of rank 0; it is
+    refused if the plan splits it by ``rules`` that are a guess.
     """
+    guessed = rules is not None and rules.guessed and _splits(plan)
     try:
-        found = difference(model, plan, device=device, example=example, loss=loss)
+        found = difference(model, plan, device=device, example=example, loss=loss, rules=rules)
     except NotChecked as reason:
+        if guessed:
+            raise InvalidInput(
+                f"{type(model).__name__}: transformers has no plan for tensor parallelism of it, and how it is split "
+                f"here cannot be compared with the whole model ({reason}); plan without TP (--space dp+pp)"
+            ) from None
         if dist.get_rank() == 0:
             _LOG.warning("%s is not compared with the stock model before it trains: %s", type(model).__name__, reason)
         return
@@ -90,11 +100,12 @@ def difference(
     device: torch.device,
     example: Batch | None = None,
     loss: LossFunction | None = None,
+    rules: TensorRules | None = None,
 ) -> str | None:
     """In which way training under the plan differs from one process, the same on every rank; None: in none.
 
-    ``model`` may be without weights if it is one of Hugging Face's. Raises :class:`NotChecked` on every rank if there
-    is nothing to compare.
+    ``model`` may be without weights if it is one of Hugging Face's; ``rules``: its own for tensor parallelism. Raises
+    :class:`NotChecked` on every rank if there is nothing to compare.
     """
     with restored(device), _exact(device), _groups_given_back():
         trial = trial_of(model, plan, example, loss)
@@ -111,7 +122,11 @@ def difference(
         problem = collectives.all_gather_object(problem, device)[0]
         if problem is not None:
             raise NotChecked(f"the stock model itself fails on a trial batch ({problem})")
-        return _compare(trial, answers, device)
+        return _compare(trial, answers, device, rules)
+
+
+def _splits(plan: Plan) -> bool:
+    return any(strategy.degree(Kind.TP) > 1 for strategy in strategies_of(plan))
 
 
 # The two sides
@@ -179,10 +194,12 @@ def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:
     return value
 
 
-def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device) -> str | None:
+def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device, rules: TensorRules | None) -> str | None:
     layered = layered_model(
         without_weights(trial.model), trial.example, trial.loss, generic=trial.plan.model.family == "generic"
     )
+    if rules is not None and isinstance(layered, Generic) and not rules.proven_by(layered.tensor_rules):
+        raise NotChecked("a small copy of it would be split otherwise")
     settings = ComputeSettings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
     parallel = build(trial.plan, layered, settings, ModelWeights(layered, trial.model))
     found = None

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -133,11 +133,13 @@ class _Job:
         from galvatron.runtime.checks import check_model
 
         peers.join()
-        _, layered = _stock(self.config, self.as_named)
+        model, layered = _stock(self.config, self.as_named)
+        training = _training(self.config, self.as_named)
         if self.plan is not None:
             check_model(self.plan, layered)
             return [self._verdict(self.name, self.plan, peers)]
-        facts = facts_of(layered, _training(self.config, self.as_named), self.name)
+        _withhold_wrong_guesses(model, layered, training)
+        facts = facts_of(layered, training, self.name)
         layers, split = facts.spec().layers, [bool(layer.rules) for layer in layered.layers]
         experts = [layer.experts.count if layer.experts else 0 for layer in layered.layers]
         whole = [layered.why_undivided(index) for index in range(len(layers))]
@@ -189,6 +191,21 @@ def _training(config: str, as_named: bool) -> Training:
 
     stock: Any = stock_class(read_config(json.loads(config)), as_named=as_named)
     return Training(dropout=False, attention=Attention.FUSED if stock._supports_sdpa else Attention.EAGER)
+
+
+def _withhold_wrong_guesses(model: nn.Module, layered: LayeredModel, training: Training) -> None:
+    """Leave out tensor-parallel rules that are a guess and wrong, as the planner does."""
+    from galvatron.families.generic.adapter import Generic
+    from galvatron.runtime.split_trial import split_problems
+
+    if not isinstance(layered, Generic) or not layered.tensor_rules.guessed:
+        return
+    whole, divided = split_problems(model, training, layered.tensor_rules)
+    if divided is not None:
+        layered.tensor_rules = replace(layered.tensor_rules, divisible=frozenset())
+    if whole is not None:
+        for layer in layered.layers:
+            layer.rules = ()
 
 
 def _examples(devices: int, layers: Sequence[LayerSpec], split: Sequence[bool]) -> Iterator[tuple[str, _Stages | str]]:

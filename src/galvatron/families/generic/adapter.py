@@ -207,7 +207,10 @@ class Generic(LayeredModel):
         """The vocabulary is split where the embedding is one, and where the head's scores go into our own loss."""
         words = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[-2]).items()}
         scores = {name: own for name, (_, own) in self.anatomy.modules(self.anatomy.around[-1]).items()}
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        try:
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except (NotImplementedError, AttributeError):  # of images alone, or none of Hugging Face's
+            return (), ()
         before = tuple(
             Vocabulary(name) for name, own in words.items() if own is embedding and isinstance(own, nn.Embedding)
         )

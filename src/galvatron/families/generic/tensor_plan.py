@@ -150,7 +150,9 @@ def divides(layer: Layer, config: Any) -> tuple[int, ...]:
     """What a degree of TP must divide: attention heads, and what is gathered or of which a part is taken."""
     found: dict[int, None] = {}
     for rule in layer.rules:
-        if isinstance(rule, Columns) and not rule.gathered and re.search("attn|attention", rule.path):
+        if isinstance(rule, Columns) and rule.heads is not None:
+            found[rule.heads] = None
+        elif isinstance(rule, Columns) and not rule.gathered and re.search("attn|attention", rule.path):
             text = config.get_text_config()
             heads = [
                 _of_all_layers(text, field, differing=1) for field in ("num_attention_heads", "num_key_value_heads")

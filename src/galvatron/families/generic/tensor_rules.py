@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
+from galvatron.families.generic.found_rules import found_rules, parents
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
 from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules, rules_within
@@ -38,8 +39,19 @@ class TensorRules:
     """For each kind, with paths in its layer; empty: nothing is split."""
     divisible: frozenset[str] = frozenset()
     """Kinds whose layers run on parts of the sequence, outside of what is split."""
+    guessed: bool = False
+    """Whether nobody has a plan of the model, so that they were found by running it."""
     refused: str = ""
     """Why nothing is split though the model has a plan."""
+
+    def proven_by(self, others: TensorRules) -> bool:
+        """Whether what was tried out with other rules, those of a tiny copy, holds for these. Sizes that only seem to
+        belong together may mislead a guess in one of the two."""
+        return not self.guessed or self._outlines() <= others._outlines()
+
+    def _outlines(self) -> set[frozenset[Rule]]:
+        """The rules of each kind without its sizes."""
+        return {frozenset(map(_without_sizes, rules)) for rules in self.blocks.values() if rules}
 
 
 def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: Sequence[Call]) -> TensorRules:
@@ -49,16 +61,24 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
         found = {kind: block_rules(model, anatomy.name(index)) for kind, index in first.items()}
     except NoTensorParallelism as reason:
         return TensorRules(refused=str(reason))
+    runs = {kind: _Run(model, anatomy, calls[index]) for kind, index in first.items()}
+    guessed = not any(found.values())
+    if guessed:
+        found = {kind: run.found() for kind, run in runs.items()}
     if not any(found.values()):
         return TensorRules()
     divisible = set()
     for kind, rules in found.items():
-        run = _Run(model, anatomy, calls[first[kind]])
+        run = runs[kind]
         found[kind] = run.with_inputs(rules)
         if run.divisible(found[kind]):
             divisible.add(kind)
     layers = {kind: rules_within("block", own) for kind, own in found.items()}
-    return TensorRules(blocks=layers, divisible=frozenset(divisible))
+    return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)
+
+
+def _without_sizes(rule: Rule) -> Rule:
+    return replace(rule, heads=None, input=None) if isinstance(rule, Columns) else rule
 
 
 class _Run:
@@ -69,6 +89,10 @@ class _Run:
         self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
         self._segment = anatomy.segment(call.block)
         self._reads: _Reads | None = None
+
+    def found(self) -> tuple[Rule, ...]:
+        """The rules of a block that nobody has a plan of."""
+        return found_rules(self._block, self._call, self._segment.activations(self._call))
 
     def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         """The rules with what the run shows; as they are where it fails: each projection then enters by itself."""
@@ -204,7 +228,7 @@ class _Reads(TorchFunctionMode):
             return ()  # with what an encoder made too, as attention to both at once does
         tensor = self.input_of(paths[0])
         around = [path.rpartition(".")[0] for path in paths]
-        for path in _parents(around[0]):
+        for path in parents(around[0]):
             called, name = self._calls.get(path, (None, None))
             if called != tensor or not all(f"{other}.".startswith(f"{path}.") for other in around):
                 continue
@@ -225,12 +249,6 @@ class _Reads(TorchFunctionMode):
 
 def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def _first_argument(module: nn.Module) -> str:
@@ -263,5 +281,11 @@ def _with_inputs(rules: tuple[Rule, ...], reads: _Reads) -> tuple[Rule, ...]:
         ):
             del regions[path]
     kept = [found.get(rule.path, rule) if isinstance(rule, Columns) else rule for rule in rules]
-    more = [rule for region in regions.values() for rule in region if rule not in kept]
+    known = {rule.path.rpartition(".")[0] for rule in kept if isinstance(rule, Table | PartialGradients)}
+    more = [
+        rule
+        for region in regions.values()
+        for rule in region
+        if rule not in kept and not (isinstance(rule, PartialGradients) and rule.path in known)
+    ]
     return (*kept, *more)

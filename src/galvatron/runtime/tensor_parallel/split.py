@@ -114,9 +114,7 @@ def split(
     adapters = {id(own) for own in splitter.partial}
     return SplitParameters(
         splits={name: splitter.splits[own] for name, own in names.items() if own in splitter.splits},
-        partial=frozenset(
-            name for name, own in names.items() if (inside and name.startswith(inside)) or id(own) in adapters
-        ),
+        partial=frozenset(name for name, own in names.items() if f"{name}.".startswith(inside) or id(own) in adapters),
     )
 
 

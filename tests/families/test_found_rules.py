@@ -1,0 +1,169 @@
+"""Tensor-parallel rules of a model that transformers has no plan of: what a block that is watched shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from longer import longer
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from galvatron.core.spec import Training
+from galvatron.families.build import build_meta
+from galvatron.families.generic import tensor_plan
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.generic.found_rules import found_rules
+from galvatron.families.generic.stubs import Call
+from galvatron.families.generic.tensor_rules import TensorRules
+from galvatron.families.rules import Attribute, Columns, PartialGradients, Rows, Table
+from galvatron.families.tiny import tiny_config
+from galvatron.runtime.split_trial import split_difference, split_problems
+
+_TRAINING = Training(dropout=False)
+
+
+def _model(kind: str, name: str, **sizes: Any) -> nn.Module:
+    config = tiny_config(AutoConfig.for_model(kind, **sizes), degree=2)
+    config.architectures = [name]
+    return build_meta(config, _TRAINING, as_named=True)
+
+
+def _rules(kind: str, name: str, **sizes: Any) -> TensorRules:
+    return Generic(_model(kind, name, **sizes)).tensor_rules
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+        longer("mistral", "MistralForCausalLM"),
+        longer("gemma3_text", "Gemma3ForCausalLM"),
+        longer("cohere", "CohereForCausalLM"),
+        ("phi3", "Phi3ForCausalLM"),
+        ("glm", "GlmForCausalLM"),
+        longer("starcoder2", "Starcoder2ForCausalLM"),
+        longer("gpt_neox", "GPTNeoXForCausalLM"),
+    ],
+)
+def test_finds_what_transformers_says(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans are the oracle: which projections, and how; what they gather right away may be split further here."""
+    said = _rules(kind, name)
+    monkeypatch.setattr(tensor_plan, "plan_of", lambda model: {})
+    found = _rules(kind, name)
+    assert found.guessed
+    assert not said.guessed
+    for layer, rules in said.blocks.items():
+        gathered = {rule.path for rule in rules if isinstance(rule, Columns) and rule.gathered}
+        gathered |= {rule.path for rule in rules if isinstance(rule, Rows) and rule.takes_whole}
+        for split in (Columns, Rows):
+            ours, theirs = (
+                {rule.path for rule in own if isinstance(rule, split)} for own in (found.blocks[layer], rules)
+            )
+            assert ours - gathered == theirs - gathered
+        parts = {rule.path: rule.parts for rule in rules if isinstance(rule, Columns)}
+        assert all(
+            parts[rule.path] == rule.parts
+            for rule in found.blocks[layer]
+            if isinstance(rule, Columns) and rule.path not in gathered
+        )
+    assert split_difference(_model(kind, name), _TRAINING) is None
+
+
+def _outline(rules: TensorRules) -> set[str]:
+    found = next(own for own in rules.blocks.values() if own)
+    kinds = (Columns, Rows, Attribute, Table, PartialGradients)
+    parts = {rule.path: f" of {rule.parts}" for rule in found if isinstance(rule, Columns) and rule.parts > 1}
+    return {
+        f"{type(rule).__name__} {rule.path.removeprefix('block.')}{parts.get(rule.path, '')}"
+        for rule in found
+        if isinstance(rule, kinds)
+    }
+
+
+def test_numbers_of_heads_are_divided() -> None:
+    """OPT's attention makes its heads by the number that it keeps."""
+    rules = _rules("opt", "OPTForCausalLM")
+    assert _outline(rules) == {
+        *(f"Columns self_attn.{name}_proj" for name in "qkv"),
+        "Rows self_attn.out_proj",
+        "Attribute self_attn.num_heads",
+        "Columns fc1",
+        "Rows fc2",
+    }
+    heads = {rule.heads for own in rules.blocks.values() for rule in own if isinstance(rule, Columns)}
+    assert heads == {None, 4}
+
+
+def test_projections_side_by_side_in_one_weight() -> None:
+    """ModernBERT's query, key and value, and both halves of its gated feed-forward network."""
+    assert _outline(_rules("modernbert", "ModernBertForMaskedLM")) == {
+        "Columns attn.Wqkv of 3",
+        "Rows attn.Wo",
+        "Columns mlp.Wi of 2",
+        "Rows mlp.Wo",
+    }
+
+
+def test_parameters_of_heads() -> None:
+    """Swin V2 has a scale of each head, and positions that a network of their own makes: its last projection has an
+    output of each head, the first one works for all of them."""
+    found = _outline(_rules("swinv2", "Swinv2ForImageClassification", depths=[2, 2], num_heads=[4, 4]))
+    between = {name for name in found if name.startswith(("Table", "Partial"))}
+    positions = "attention.self.continuous_position_bias_mlp"
+    assert between == {
+        "Table attention.self.logit_scale",
+        f"Table {positions}.2.weight",
+        f"PartialGradients {positions}.0.weight",
+        f"PartialGradients {positions}.0.bias",
+    }
+
+
+def test_a_norm_over_what_would_be_split_forbids_it() -> None:
+    """BitNet has one before each last projection."""
+    assert not any(_rules("bitnet", "BitNetForCausalLM").blocks.values())
+
+
+def test_only_what_can_be_split_is() -> None:
+    """MPT's attention is given biases of all heads."""
+    assert _outline(_rules("mpt", "MptForCausalLM")) == {"Columns ffn.up_proj", "Rows ffn.down_proj"}
+
+
+class _Feed(nn.Module):
+    def __init__(self, leaks: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.leaks, self.twice = nn.Linear(8, 16), nn.Linear(16, 8), leaks, twice
+        self.other = nn.Linear(8, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.relu(self.up(hidden))
+        made = hidden + self.down(inner)
+        if self.leaks:
+            made = made + inner.mean(-1, keepdim=True)
+        return made + self.down(torch.relu(self.other(made))) if self.twice else made
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"up", "down"}),
+        ({"leaks": True}, set()),  # what the first projection makes goes elsewhere too
+        ({"twice": True}, set()),  # a projection that runs twice
+    ],
+)
+def test_what_is_read_elsewhere_or_twice_is_not_split(options: dict[str, bool], expected: set[str]) -> None:
+    with torch.device("meta"):
+        block, hidden = _Feed(**options), torch.empty(2, 4, 8)
+    assert {rule.path for rule in found_rules(block, Call(0, (hidden,), {}), (hidden,))} == expected
+
+
+def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that happen to be equal may mislead it in one of the two models."""
+    model = _model("opt", "OPTForCausalLM")
+    rules = Generic(model).tensor_rules
+    assert split_problems(model, _TRAINING, rules) == (None, None)
+    more = {kind: (*own, Attribute("block.self_attn.embed_dim")) for kind, own in rules.blocks.items()}
+    other = TensorRules(blocks=more, guessed=True)
+    assert split_problems(model, _TRAINING, other) == ("a tiny copy of it would be split otherwise",) * 2
