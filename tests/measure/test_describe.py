@@ -121,16 +121,15 @@ def test_description_is_the_zoos(kind: str, attention: Attention, compiled: bool
                 assert ours.flops == pytest.approx(theirs.flops, rel=1e-9, abs=1e5)
                 kept = [own.split_bytes + own.replicated_bytes for own in (ours, theirs)]
                 assert kept[0] == pytest.approx(kept[1], rel=0.005)
-        if kind == "llama":  # which has a plan in transformers
-            assert found.tensor_parallel is not None
-            assert known.tensor_parallel is not None
-            parallel = replace(known.tensor_parallel, sequence_divides=found.tensor_parallel.sequence_divides)
-            assert found.tensor_parallel == parallel
-            assert found.replicated_parameters == known.replicated_parameters
-            assert found.replicated_flops <= 1e-4 * found.forward_flops
-            assert found.split_activation_bytes == pytest.approx(known.split_activation_bytes, rel=0.01, abs=10_000)
-        else:
-            assert found.tensor_parallel is None
+        # Llama has a plan in transformers; how the others are split a run shows.
+        assert found.tensor_parallel is not None
+        assert known.tensor_parallel is not None
+        parallel = replace(known.tensor_parallel, sequence_divides=found.tensor_parallel.sequence_divides)
+        assert found.tensor_parallel == parallel
+        # Of an odd number of words the larger half was traced.
+        assert found.replicated_parameters == pytest.approx(known.replicated_parameters, abs=1024)
+        assert found.replicated_flops == pytest.approx(known.replicated_flops, abs=1e-4 * found.forward_flops)
+        assert found.split_activation_bytes == pytest.approx(known.split_activation_bytes, rel=0.01, abs=10_000)
 
 
 def test_in_half_precision() -> None:

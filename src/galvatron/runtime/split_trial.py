@@ -72,7 +72,7 @@ def _difference(small: nn.Module, tolerance: Tolerance, rules: TensorRules | Non
     dtype = next(own.dtype for own in small.parameters() if own.is_floating_point())
     models = [Generic(without_weights(small)) for _ in range(_RANKS)]
     if rules is not None and not rules.proven_by(models[0].tensor_rules):
-        return "a tiny copy of it would be split otherwise"
+        raise ValueError("it is split otherwise than the model")
     batches = {
         name: {key: own.to(dtype) if own.is_floating_point() else own for key, own in drawn.items()}
         for name, drawn in trial_batches(models[0], small, _SIZE).items()

@@ -64,6 +64,8 @@ class Op:
     tied_parameters: int = 0
     """Of the parameters, those that belong to an earlier layer."""
     flops: int = 0
+    replicated_flops: int = 0
+    """Of these, those every tensor-parallel rank does."""
     split: int = 0
     """Bytes saved until its backward, divided by tensor parallelism."""
     replicated: int = 0
@@ -96,6 +98,7 @@ def linear(tokens: int, fan_in: int, fan_out: int, split: Split, *, element: int
         parameters=weight + fan_out * bias,
         replicated_parameters=whole,
         flops=2 * tokens * weight,
+        replicated_flops=2 * tokens * weight if split is Split.WHOLE else 0,
         split=inputs if split is Split.ROWS else 0,
         replicated=0 if split is Split.ROWS else inputs,
         gradient=inputs,
@@ -177,6 +180,7 @@ def layer(
         replicated_parameters=parameters if whole else sum(op.replicated_parameters for op in ops),
         tied_parameters=sum(op.tied_parameters for op in ops),
         forward_flops=sum(op.flops for op in ops),
+        replicated_flops=0 if whole else sum(op.replicated_flops for op in ops),
         split_activation_bytes=0 if whole else split,
         replicated_activation_bytes=replicated + split if whole else replicated,
         boundary_bytes=boundary,

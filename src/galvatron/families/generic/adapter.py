@@ -161,9 +161,12 @@ class Generic(LayeredModel):
 
     def attention(self, layer: Layer) -> SeenAttention | str | None:
         """That of a block, if context parallelism can divide its sequences; else why not. None: it has none."""
-        if isinstance(layer, Block):
+        if not isinstance(layer, Block):
+            return None
+        try:
             return block_attention(self.model, self.anatomy, self._tried[layer.index])
-        return None
+        except Exception as error:  # of whatever kind: stock code meets what stands for a mask
+            return _untried(self.model, error)
 
     def separates_documents(self) -> bool:
         return self._separates
@@ -197,7 +200,10 @@ class Generic(LayeredModel):
                 own = f"{name} has a loss of your own"
             elif self.wide_activations:
                 own = f"the loss of {name} has a term for the balance of experts, which is counted by whole samples"
-            self._undivided[""] = own or why_undivided(self.model, self.anatomy, self._trial)
+            try:
+                self._undivided[""] = own or why_undivided(self.model, self.anatomy, self._trial)
+            except Exception as error:  # of whatever kind, as above
+                self._undivided[""] = _untried(self.model, error)
         if layer.kind not in self._undivided:
             found = self.attention(layer)
             self._undivided[layer.kind] = found if isinstance(found, str) else None
@@ -216,9 +222,10 @@ class Generic(LayeredModel):
         )
         after = tuple(
             rule
-            for name, own in scores.items()
+            for name, unit in scores.items()
+            for path, own in unit.named_modules(prefix=name)
             if own is head and type(own) is nn.Linear and loss is None
-            for rule in (Columns(name), VocabularyLoss("loss"))
+            for rule in (Columns(path), VocabularyLoss("loss"))
         )
         shared = embedding is not None and head is not None and embedding.weight is head.weight
         return (before, after) if not shared or bool(before) == bool(after) else ((), ())
@@ -315,6 +322,11 @@ class Generic(LayeredModel):
             drawn = {key: own[chosen.to(own.device)].to(generator.device) for key, own in sample.items()}
             return dict(self._images.as_lists(drawn))
         return random_batch(self.model, rows, sequence_length, generator)
+
+
+def _untried(model: nn.Module, error: Exception) -> str:
+    said = str(error).partition("\n")[0]
+    return f"{type(model).__name__} cannot be tried out with divided sequences ({type(error).__name__}: {said})"
 
 
 def _most(batch: Batch) -> int:

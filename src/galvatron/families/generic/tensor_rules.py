@@ -85,7 +85,8 @@ class _Run:
     """A block on the meta device."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call) -> None:
-        self._block: nn.Module = without_weights(model.get_submodule(anatomy.name(call.block))).to("meta").eval()
+        block: nn.Module = without_weights(model.get_submodule(anatomy.name(call.block)))
+        self._block = block.to("meta", torch.float32).eval()  # as calls are noted, whatever type the model has
         self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
         self._segment = anatomy.segment(call.block)
         self._reads: _Reads | None = None
