@@ -16,6 +16,7 @@ from galvatron.families.generic import tensor_plan
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.found_rules import found_rules
 from galvatron.families.generic.stubs import Call
+from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.generic.tensor_rules import TensorRules
 from galvatron.families.rules import Attribute, Columns, PartialGradients, Rows, Table
 from galvatron.families.tiny import tiny_config
@@ -50,26 +51,33 @@ def _rules(kind: str, name: str, **sizes: Any) -> TensorRules:
 )
 def test_finds_what_transformers_says(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plans are the oracle: which projections, and how; what they gather right away may be split further here."""
-    said = _rules(kind, name)
+    model = _model(kind, name)
+    said = rules_within("block", block_rules(model, Generic(model).anatomy.name(0)))
     monkeypatch.setattr(tensor_plan, "plan_of", lambda model: {})
-    found = _rules(kind, name)
+    found = Generic(model).tensor_rules
     assert found.guessed
-    assert not said.guessed
-    for layer, rules in said.blocks.items():
-        gathered = {rule.path for rule in rules if isinstance(rule, Columns) and rule.gathered}
-        gathered |= {rule.path for rule in rules if isinstance(rule, Rows) and rule.takes_whole}
-        for split in (Columns, Rows):
-            ours, theirs = (
-                {rule.path for rule in own if isinstance(rule, split)} for own in (found.blocks[layer], rules)
-            )
-            assert ours - gathered == theirs - gathered
-        parts = {rule.path: rule.parts for rule in rules if isinstance(rule, Columns)}
-        assert all(
-            parts[rule.path] == rule.parts
-            for rule in found.blocks[layer]
-            if isinstance(rule, Columns) and rule.path not in gathered
-        )
-    assert split_difference(_model(kind, name), _TRAINING) is None
+    ours = next(iter(found.blocks.values()))
+    gathered = {rule.path for rule in said if isinstance(rule, Columns) and rule.gathered}
+    gathered |= {rule.path for rule in said if isinstance(rule, Rows) and rule.takes_whole}
+    for split in (Columns, Rows):
+        paths, expected = ({rule.path for rule in rules if isinstance(rule, split)} for rules in (ours, said))
+        assert paths - gathered == expected - gathered
+    parts = {rule.path: rule.parts for rule in said if isinstance(rule, Columns)}
+    for rule in ours:
+        assert not isinstance(rule, Columns) or rule.path in gathered or rule.parts == parts[rule.path]
+    assert split_difference(model, _TRAINING, found) is None
+
+
+def test_what_a_plan_gathers_is_split_further() -> None:
+    """GLM's gate and up projection are one weight, which transformers gathers right behind it."""
+    model = _model("glm", "GlmForCausalLM")
+    said = block_rules(model, "model.layers.0")
+    assert Columns("mlp.gate_up_proj", gathered=True) in said
+    rules = Generic(model).tensor_rules
+    assert rules.guessed
+    assert _outline(rules) >= {"Columns mlp.gate_up_proj of 2", "Rows mlp.down_proj"}
+    assert not any(isinstance(rule, Rows) and rule.takes_whole for own in rules.blocks.values() for rule in own)
+    assert split_problems(model, _TRAINING, rules) == (None, None)
 
 
 def _outline(rules: TensorRules) -> set[str]:
@@ -156,7 +164,8 @@ class _Feed(nn.Module):
 def test_what_is_read_elsewhere_or_twice_is_not_split(options: dict[str, bool], expected: set[str]) -> None:
     with torch.device("meta"):
         block, hidden = _Feed(**options), torch.empty(2, 4, 8)
-    assert {rule.path for rule in found_rules(block, Call(0, (hidden,), {}), (hidden,))} == expected
+    found = found_rules(block, Call(0, (hidden,), {}), (hidden,))
+    assert {rule.path for rules in found for rule in rules} == expected
 
 
 def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.generic.layers import Bridge, Embedding
 from galvatron.families.generic.own_module import InputsFunction, OwnLoss, own_module
+from galvatron.families.generic.tensor_plan import plan_of
 from galvatron.families.given import as_stock
 from galvatron.families.layer import Activations, Batch, Layer
 from galvatron.families.rules import Summed
@@ -127,7 +128,7 @@ class _Description:
         """What one of two tensor-parallel ranks has of each kind; empty: there is no tensor parallelism."""
         kind, rules = type(self._model).__name__, layered.tensor_rules
         # Where transformers has no plan of the model, nobody expects what a guess would have given.
-        say = _LOG.debug if rules.guessed else _LOG.warning
+        say = _LOG.warning if plan_of(self._model) else _LOG.debug
         if rules.refused:
             say("%s: no tensor parallelism is offered, because %s", kind, rules.refused)
         if not rules.blocks:

@@ -45,18 +45,16 @@ class _Pair:
     """Of other modules that work between them."""
 
 
-def found_rules(block: nn.Module, call: Call, streams: Sequence[Tensor]) -> tuple[Rule, ...]:
-    """How a block on the meta device could be split, with paths relative to it; ``streams``: which of the tensors that
-    it is called with it works on. Empty: there is no way that we know."""
+def found_rules(block: nn.Module, call: Call, streams: Sequence[Tensor]) -> tuple[tuple[Rule, ...], ...]:
+    """How a block on the meta device could be split, with paths relative to it: the rules of all projections that are
+    split together. ``streams``: which of the tensors that it is called with it works on."""
     flow = _Flow(block)
     try:
         hidden = flow.run(call, streams)
     except _FAILURES:
         return ()
-    rules: list[Rule] = []
-    for pair in flow.pairs(hidden):
-        rules += _rules_of(block, call, streams, flow, pair, hidden.shape) or ()
-    return tuple(rules)
+    found = (_rules_of(block, call, streams, flow, pair, hidden.shape) for pair in flow.pairs(hidden))
+    return tuple(rules for rules in found if rules is not None)
 
 
 def _rules_of(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class TensorRules:
     divisible: frozenset[str] = frozenset()
     """Kinds whose layers run on parts of the sequence, outside of what is split."""
     guessed: bool = False
-    """Whether nobody has a plan of the model, so that they were found by running it."""
+    """Whether some were found by running a block, which transformers' plan says nothing or less of."""
     refused: str = ""
     """Why nothing is split though the model has a plan."""
 
@@ -62,11 +63,14 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
     except NoTensorParallelism as reason:
         return TensorRules(refused=str(reason))
     runs = {kind: _Run(model, anatomy, calls[index]) for kind, index in first.items()}
-    guessed = not any(found.values())
-    if guessed:
-        found = {kind: run.found() for kind, run in runs.items()}
+    said = dict(found)
+    if not any(said.values()):
+        found = {kind: tuple(chain(*run.found())) for kind, run in runs.items()}
+    elif any(map(_gathered, said.values())):
+        found = {kind: _split_further(rules, runs[kind].found()) for kind, rules in said.items()}
     if not any(found.values()):
         return TensorRules()
+    guessed = found != said
     divisible = set()
     for kind, rules in found.items():
         run = runs[kind]
@@ -75,6 +79,24 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
             divisible.add(kind)
     layers = {kind: rules_within("block", own) for kind, own in found.items()}
     return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)
+
+
+def _gathered(rules: tuple[Rule, ...]) -> set[str]:
+    """Projections whose outputs are put together at once, and those that take a part of them again."""
+    return {
+        rule.path
+        for rule in rules
+        if (isinstance(rule, Columns) and rule.gathered) or (isinstance(rule, Rows) and rule.takes_whole)
+    }
+
+
+def _split_further(said: tuple[Rule, ...], groups: Sequence[tuple[Rule, ...]]) -> tuple[Rule, ...]:
+    """A plan's rules, but those of projections that it gathers (both halves of a gated feed-forward network in one
+    weight) as a run showed them."""
+    gathered = _gathered(said)
+    better = [rule for group in groups if {rule.path for rule in group} <= gathered for rule in group]
+    replaced = {rule.path for rule in better}
+    return (*(rule for rule in said if rule.path not in replaced), *better)
 
 
 def _without_sizes(rule: Rule) -> Rule:
@@ -86,13 +108,13 @@ class _Run:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call) -> None:
         block: nn.Module = without_weights(model.get_submodule(anatomy.name(call.block)))
-        self._block = block.to("meta", torch.float32).eval()  # as calls are noted, whatever type the model has
+        self._block = block.to("meta").float().eval()  # as calls are noted, whatever type the model has
         self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
         self._segment = anatomy.segment(call.block)
         self._reads: _Reads | None = None
 
-    def found(self) -> tuple[Rule, ...]:
-        """The rules of a block that nobody has a plan of."""
+    def found(self) -> tuple[tuple[Rule, ...], ...]:
+        """The rules that a run of the block shows, of projections that are split together."""
         return found_rules(self._block, self._call, self._segment.activations(self._call))
 
     def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
