@@ -223,7 +223,8 @@ def _fused_loss(layer: Layer, whole: Traced) -> FusedLoss | None:
     weight = layer.get_parameter(f"{layer.projection}.weight")
     words, width = weight.shape
     logits = whole.message // (width * weight.element_size()) * words
-    return FusedLoss(logits=logits, saved_bytes=logits * Precision.FP32.bytes, parameters=weight.numel())
+    saved = logits * Precision.FP32.bytes
+    return FusedLoss(logits=logits, saved_bytes=saved, parameters=weight.numel(), words=words)
 
 
 def _divided(all_: int, of_one: int) -> int:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import LOSS_CHUNK_CELLS
+from galvatron.core.spec import ALIGNED_BYTES, LOSS_CHUNK_CELLS
 from galvatron.families.given import has_hooks
 from galvatron.families.layer import IGNORED, CrossEntropy, Layer
 from galvatron.runtime import collectives
@@ -29,7 +29,6 @@ from galvatron.runtime.tensor_parallel.vocabulary import Smoothing, SplitCrossEn
 __all__ = ["fuse"]
 
 
-_ALIGNED_BYTES = 16
 _FILLED_WORDS = 64
 _WANT_ALIGNED = frozenset({"cuda"})
 
@@ -142,7 +141,7 @@ def _filled(rows: Tensor) -> Tensor:
     """The weight or bias of a vocabulary, with rows of zeros after its words where products would be slow without: GPUs
     want the rows of matrices, here of logits, to begin at aligned addresses. With GPT-2's 50,257 words all three
     products take a sixth of the time so."""
-    aligned = len(rows) * rows.element_size() % _ALIGNED_BYTES == 0
+    aligned = len(rows) * rows.element_size() % ALIGNED_BYTES == 0
     if aligned or rows.device.type not in _WANT_ALIGNED:
         return rows
     return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % _FILLED_WORDS))

@@ -17,6 +17,7 @@ from galvatron.core.spec.layout import (
     sequence_pieces,
 )
 from galvatron.core.spec.model import (
+    ALIGNED_BYTES,
     LOSS_CHUNK_CELLS,
     Attention,
     Context,
@@ -45,6 +46,7 @@ from galvatron.core.spec.switches import (
 
 __all__ = [
     "ADAMW",
+    "ALIGNED_BYTES",
     "CONTEXT_KINDS",
     "DENSE_KINDS",
     "GPIPE",

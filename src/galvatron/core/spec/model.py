@@ -24,6 +24,7 @@ from galvatron.core.spec.training import DEFAULT_LONGEST, Attention, Precision, 
 from galvatron.core.spec.tuning import Tuning, stock_kind
 
 __all__ = [
+    "ALIGNED_BYTES",
     "DEFAULT_LONGEST",
     "LOSS_CHUNK_CELLS",
     "Attention",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 
+ALIGNED_BYTES = 16
+"""Where rows of logits begin at other addresses than multiples of it, GPUs multiply slowly."""
 LOSS_CHUNK_CELLS = 2**28
 """Logits that exist at a time where the loss is fused: 1 GiB of them in fp32."""
 
@@ -120,6 +123,8 @@ class LayerSpec:
         for name in ("experts", "float8", "fused_loss", "tuning", "selective", "but_attention", "context"):
             if facts[name] is None:
                 del facts[name]
+        if self.fused_loss is not None and not self.fused_loss.words:
+            del facts["fused_loss"]["words"]
         return facts
 
     @property
@@ -341,6 +346,10 @@ class ModelSpec:
             for kind in stock.kinds
         )
         kinds = [kind.to_dict() for kind in balanced]
+        for kind in kinds:  # figures that came later than the first profiles, and follow from others
+            kind.get("fused_loss", {}).pop("words", None)
+            if stock.family != "generic":
+                kind.pop("replicated_flops", None)
         dropout = []
         if stock.training.compile and stock.family == "generic":
             # Traced: versions of PyTorch differ in what a compiler makes again. Of dropout nothing else may tell.

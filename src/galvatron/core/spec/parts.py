@@ -111,6 +111,8 @@ class FusedLoss:
     """Of the layer's split_activation_bytes, those that are then not saved."""
     parameters: int
     """Of the projection: their gradient is kept from forward to backward. Divided by TP."""
+    words: int = 0
+    """Of the vocabulary; 0: nobody said how many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

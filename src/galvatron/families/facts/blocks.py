@@ -308,7 +308,8 @@ def language_head(ops: tuple[Op, ...], training: Training, shape: HeadShape, *, 
     )
     if paper:
         return replace(head, transient_bytes=int(_PAPER_LOGIT_MAPS * cells * FP32))
-    return replace(head, fused_loss=FusedLoss(logits=cells, saved_bytes=cells * FP32, parameters=hidden * vocabulary))
+    fused = FusedLoss(logits=cells, saved_bytes=cells * FP32, parameters=hidden * vocabulary, words=vocabulary)
+    return replace(head, fused_loss=fused)
 
 
 def paper_block(block: LayerSpec, training: Training) -> LayerSpec:

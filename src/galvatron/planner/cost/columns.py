@@ -22,6 +22,8 @@ class LossColumns:
     logits: Floats
     saved_bytes: Floats
     parameters: Floats
+    words: Floats
+    """Of a vocabulary that is filled up where its rows are not aligned: on GPUs."""
     gradient_bytes: Floats
     """Of the projection's weight, as it is kept."""
     compiled: NDArray[np.bool_]
@@ -85,6 +87,7 @@ def loss_columns(model: ModelSpec, cluster: Cluster, profile: ModelProfile | Non
         logits=np.array([[own.logits] for own in facts], dtype=np.float64),
         saved_bytes=np.array([[own.saved_bytes] for own in facts], dtype=np.float64),
         parameters=parameters,
+        words=np.array([[own.words if cluster.fragmentation else 0] for own in facts], dtype=np.float64),
         gradient_bytes=parameters * model.training.precision.bytes,
         compiled=np.full(parameters.shape, model.training.compile),
         chunk_s=counted * 2 * GRADIENT_BYTES * parameters / cluster.device.memory_bytes_per_s,

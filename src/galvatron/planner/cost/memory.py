@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron.core.spec import GRADIENT_BYTES, LOSS_CHUNK_CELLS, OptimizerSpec, Precision
+from galvatron.core.spec import ALIGNED_BYTES, GRADIENT_BYTES, LOSS_CHUNK_CELLS, OptimizerSpec, Precision
 from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.computation import following_experts
@@ -168,13 +168,16 @@ def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArra
 def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
     """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits and their gradient;
     uncompiled with both in fp32 between them. What stays of it (:func:`activation_bytes`) is the same tensor, or one in
-    bf16 that is made when the chunks are gone."""
+    bf16 that is made when the chunks are gone. Where rows of logits are not aligned, there is a copy of the weight that
+    is filled up."""
     logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
     compiled = layers.fused.compiled & (strategies.tp.size == 1)
     cell = precision.bytes + np.where(compiled, precision.bytes, 2 * Precision.FP32.bytes)
     gradient = GRADIENT_BYTES * layers.fused.parameters / strategies.tp.size
     stays = layers.fused.gradient_bytes / strategies.tp.size
-    total: Floats = np.maximum(logits * cell + gradient - stays, np.where(stays < gradient, gradient, 0))
+    odd = layers.fused.words / strategies.tp.size * precision.bytes % ALIGNED_BYTES != 0
+    chunk = logits * cell + odd * stays  # as large as the weight is
+    total: Floats = np.maximum(chunk + gradient - stays, np.where(stays < gradient, gradient, 0))
     return total
 
 
