@@ -24,6 +24,8 @@ from galvatron.measure import cache
 __all__ = ["check_name", "load_any_model", "model_of_text"]
 
 _LOG = logging.getLogger(__name__)
+_TRACING = 2
+"""Of traced models: raised when the same model would be described differently."""
 
 
 def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
@@ -88,7 +90,8 @@ def _load(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
         return load_model(source, training)
     except UnknownArchitecture as unknown:
         content, name = unknown.content, unknown.name
-    kept = cache.cached_file("traced", cache.key_of(config=content, training=training.to_dict(), name=name))
+    facts = {"config": content, "training": training.to_dict(), "name": name, "tracing": _TRACING}
+    kept = cache.cached_file("traced", cache.key_of(**facts))
     kept = kept.with_suffix(".json")
     if kept.exists():
         return read_model(kept)
