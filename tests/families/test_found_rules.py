@@ -177,3 +177,11 @@ def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused(monkeypatch: pytest.
     other = TensorRules(blocks=more, guessed=True)
     for problem in split_problems(model, _TRAINING, other):
         assert problem == "a tiny copy fails when it is split (it is split otherwise than the model)"
+
+
+def test_experts_that_would_stay_whole_leave_the_layer_whole() -> None:
+    """Nobody splits gpt-oss: what is split beside its experts does not matter."""
+    layered = Generic(_model("gpt_oss", "GptOssForCausalLM"))
+    assert layered.expert_rules.blocks
+    assert layered.tensor_rules == TensorRules()
+    assert not any(layer.rules for layer in layered.layers)

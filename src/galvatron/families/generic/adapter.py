@@ -90,9 +90,9 @@ class Generic(LayeredModel):
             seen = self.anatomy.segments[0].hidden(calls[0])
             self._entry = tuple(trial[PIXELS].shape[1:]), tuple(seen.shape[1:])
         self._width = self.anatomy.segments[-1].hidden(calls[-1]).shape[-1]
-        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls)
         names = [self.anatomy.name(block) for block in range(len(kinds))]
         self.expert_rules = find_experts(model, names, kinds)
+        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls).beside(self.expert_rules.blocks)
         self.layers = self._layers(kinds, loss)
         for layer in self.layers:
             layer.experts = self.expert_rules.blocks.get(layer.kind)

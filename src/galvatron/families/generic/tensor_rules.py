@@ -24,7 +24,7 @@ from galvatron.families.generic.found_rules import found_rules, parents
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
 from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules, rules_within
-from galvatron.families.rules import Columns, PartialGradients, Region, Rows, Rule, Table, Whole
+from galvatron.families.rules import Columns, DividedExperts, PartialGradients, Region, Rows, Rule, Table, Whole
 
 __all__ = ["TensorRules", "find_rules"]
 
@@ -49,6 +49,20 @@ class TensorRules:
         """Whether what was tried out with other rules, those of a tiny copy, holds for these. Sizes that only seem to
         belong together may mislead a guess in one of the two."""
         return not self.guessed or self._outlines() <= others._outlines()
+
+    def beside(self, experts: Mapping[str, DividedExperts]) -> TensorRules:
+        """The rules without those of kinds whose experts they leave whole: what is split of such a layer does not
+        matter, and the planner divides experts by TP with the rest of it."""
+
+        def splits(kind: str, rules: tuple[Rule, ...]) -> bool:
+            own = experts.get(kind)
+            tables = {rule.path for rule in rules if isinstance(rule, Table)}
+            return own is None or any(f"{own.path}.{name}" in tables for name in own.parameters)
+
+        blocks = {kind: rules if splits(kind, rules) else () for kind, rules in self.blocks.items()}
+        if not any(blocks.values()):
+            return TensorRules(refused=self.refused)
+        return replace(self, blocks=blocks, divisible=frozenset(kind for kind in self.divisible if blocks[kind]))
 
     def _outlines(self) -> set[frozenset[Rule]]:
         """The rules of each kind without its sizes."""
