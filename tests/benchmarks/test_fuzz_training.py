@@ -16,15 +16,15 @@ _SHORT = (1, 7, 10, 13, 14, 18, 20)
 _PAIRS = (1, 2, 3, 4, 5, 6, 9, 11, 12, 14, 15, 18, 21, 22, 23, 24, 26, 28, 29, 31, 32, 33, 37, 39, 41, 42, 45, 46, 47,
           49, 55, 57, 58)  # fmt: skip
 """Cheap ones on two ranks at most, all 13 models among them."""
-_DIVIDED = (1, 2, 4, 7, 14, 22, 23, 27, 33, 35)
-"""… whose sequences are divided: of nine models, with rings and Ulysses, parts recomputed, padding and freezing."""
+_DIVIDED = (1, 4, 7, 22, 27, 33)
+"""… whose sequences are divided: of some models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
 _ARCHITECTURES = (1001, 1004, 1006, 1008, 1009, 1012)
 """Cheap ones of any architecture."""
 
 
-_ADAPTERS = (3, 8, 14, 17, 20)
+_ADAPTERS = (3, 14, 17, 20)
 """Cheap ones with adapters of peft, the last two with modules that train in full."""
 
 

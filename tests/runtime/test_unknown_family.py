@@ -19,6 +19,7 @@ import galvatron
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ONE_F_ONE_B
 from galvatron.families.build import build_meta
+from galvatron.families.generic import tensor_rules
 from galvatron.families.registry import layered_model
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
@@ -131,9 +132,10 @@ def _with_strategies(spec: galvatron.ModelSpec, strategies: list[str]) -> galvat
     return replace(plan, stages=(replace(stage, layers=layers),))
 
 
-def test_no_tp_is_offered_where_nothing_can_be_split() -> None:
+def test_no_tp_is_offered_where_nothing_can_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = _model(tied=True)
-    model._tp_plan = {}  # as of an architecture for which transformers has none
+    model._tp_plan = {}  # as of an architecture for which transformers has none, and whose blocks show nothing
+    monkeypatch.setattr(tensor_rules, "found_rules", lambda *_: ())
     spec = galvatron.describe(model, _batches()[0])
     request = Request(model=spec, cluster=cluster_of(4), batch=8)
     with pytest.raises(InvalidInput, match=r"layer 0 \(embedding\): strategy 'tp4' cannot.*TP can split no layer"):
