@@ -18,8 +18,9 @@ from galvatron.families.generic.found_rules import found_rules
 from galvatron.families.generic.stubs import Call
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.generic.tensor_rules import TensorRules
-from galvatron.families.rules import Attribute, Columns, PartialGradients, Rows, Table
+from galvatron.families.rules import Attribute, Columns, PartialGradients, Region, Rows, Table
 from galvatron.families.tiny import tiny_config
+from galvatron.measure.describe import describe
 from galvatron.runtime.split_trial import split_difference, split_problems
 
 _TRAINING = Training(dropout=False)
@@ -168,7 +169,7 @@ def test_what_is_read_elsewhere_or_twice_is_not_split(options: dict[str, bool], 
     assert {rule.path for rules in found for rule in rules} == expected
 
 
-def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused() -> None:
     """Sizes that happen to be equal may mislead it in one of the two models."""
     model = _model("opt", "OPTForCausalLM")
     rules = Generic(model).tensor_rules
@@ -185,3 +186,44 @@ def test_experts_that_would_stay_whole_leave_the_layer_whole() -> None:
     assert layered.expert_rules.blocks
     assert layered.tensor_rules == TensorRules()
     assert not any(layer.rules for layer in layered.layers)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("bloom", "BloomForCausalLM"), ("seed_oss", "SeedOssForCausalLM")])
+def test_dropout_of_what_is_whole_is_not_in_a_region(kind: str, name: str) -> None:
+    """A function right behind the last projection: in a region each rank would drop other elements of the sum."""
+    (rules, *_) = _rules(kind, name).blocks.values()
+    assert Rows("block.mlp.dense_4h_to_h" if kind == "bloom" else "block.mlp.down_proj") in rules
+    assert Region("block.mlp") not in rules
+
+
+def test_widths_that_heads_do_not_divide_are_asked_of_a_degree() -> None:
+    """Ranks with parts of different sizes would draw different numbers of random numbers."""
+    for width, divides in ((50, (4, 50)), (64, (4,))):
+        layered = Generic(_model("xglm", "XGLMForCausalLM").requires_grad_(True))
+        block = layered.layers[1]
+        for path, shape in (("block.fc1", (width, 32)), ("block.fc2", (32, width))):
+            block.get_submodule(path).weight = nn.Parameter(torch.empty(shape, device="meta"))
+            block.get_submodule(path).out_features = shape[0]  # type: ignore[assignment]
+        parallel = layered.tensor_parallel(block)
+        assert parallel is not None
+        assert parallel.divides == divides
+
+
+class _Picky(_Feed):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return {16: super().forward}[self.up.out_features](hidden)  # a KeyError with half of it
+
+
+def test_a_block_may_raise_what_it_likes() -> None:
+    with torch.device("meta"):
+        block, hidden = _Picky(), torch.empty(2, 4, 8)
+    assert found_rules(block, Call(0, (hidden,), {}), (hidden,)) == ()
+
+
+def test_a_model_with_a_hook_is_described_without_tp() -> None:
+    """Its tiny copy has none, so only the model itself shows that it cannot be split."""
+    model: Any = _model("opt", "OPTForCausalLM")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    assert describe(model, {"input_ids": ids, "labels": ids}).layers[1].tensor_parallel is not None
+    model.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
+    assert describe(model, {"input_ids": ids, "labels": ids}).layers[1].tensor_parallel is None

@@ -140,7 +140,11 @@ class _Description:
         if divided is not None:
             say("%s: no sequence parallelism is offered, because %s", kind, divided)
             layered.tensor_rules = replace(rules, divisible=frozenset())
-        return self._trace(self._layered(), LoneGroup(_RANKS))
+        try:
+            return self._trace(self._layered(), LoneGroup(_RANKS))
+        except InvalidInput as problem:  # a hook, or dropout of an adapter, which the tiny copy does not have
+            say("%s: no tensor parallelism is offered, because %s", kind, problem)
+            return {}
 
     def _trace(self, layered: Generic, group: LoneGroup | None) -> dict[str, Traced]:
         """The first layer of each kind, run."""

@@ -39,7 +39,7 @@ __all__ = ["split_difference", "split_problems"]
 _RANKS = 2
 _SIZE = (2, 16)
 """Rows and tokens of a trial batch."""
-_FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+_FAILURES = (InvalidInput, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
 
 
 def split_problems(model: nn.Module, training: Training, rules: TensorRules) -> tuple[str | None, str | None]:

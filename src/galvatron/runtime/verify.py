@@ -79,8 +79,8 @@ def verify(
     except NotChecked as reason:
         if guessed:
             raise InvalidInput(
-                f"{type(model).__name__}: transformers has no plan for tensor parallelism of it, and how it is split "
-                f"here cannot be compared with the whole model ({reason}); plan without TP (--space dp+pp)"
+                f"{type(model).__name__}: a run of its blocks showed how TP could split it, which cannot "
+                f"be compared with the whole model ({reason}); plan without TP (--space dp+pp)"
             ) from None
         if dist.get_rank() == 0:
             _LOG.warning("%s is not compared with the stock model before it trains: %s", type(model).__name__, reason)

@@ -227,7 +227,8 @@ class Generic(LayeredModel):
             if own is head and type(own) is nn.Linear and loss is None
             for rule in (Columns(path), VocabularyLoss("loss"))
         )
-        shared = embedding is not None and head is not None and embedding.weight is head.weight
+        weights = [getattr(own, "weight", None) for own in (embedding, head)]
+        shared = weights[0] is not None and weights[0] is weights[1]
         return (before, after) if not shared or bool(before) == bool(after) else ((), ())
 
     def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -30,8 +30,6 @@ __all__ = ["found_rules", "parents"]
 
 _STREAM = ""
 """The source of what the block is given: its hidden state, and what an encoder made."""
-_FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
-"""What a block raises that cannot run so."""
 _RANKS = 2
 
 
@@ -51,7 +49,7 @@ def found_rules(block: nn.Module, call: Call, streams: Sequence[Tensor]) -> tupl
     flow = _Flow(block)
     try:
         hidden = flow.run(call, streams)
-    except _FAILURES:
+    except Exception:  # of whatever kind: it comes from the block's own forward, which cannot run without values
         return ()
     found = (_rules_of(block, call, streams, flow, pair, hidden.shape) for pair in flow.pairs(hidden))
     return tuple(rules for rules in found if rules is not None)
@@ -91,7 +89,7 @@ def _attributes(block: nn.Module, flow: _Flow, pair: _Pair, heads: set[int]) -> 
         for name, own in vars(block.get_submodule(path)).items():
             if type(own) is not int or path in (*pair.columns, *pair.rows):
                 continue
-            counted = re.search("head", name) and not re.search("dim|size|width|channel", name)
+            counted = "head" in name and not re.search("dim|size|width|channel", name)
             if counted and own in heads:
                 counts.append(Attribute(f"{path}.{name}".lstrip(".")))
             elif own in widths and not counted:
@@ -121,8 +119,8 @@ def _runs_halved(
     block: nn.Module, call: Call, streams: Sequence[Tensor], rules: Sequence[Rule], shape: torch.Size
 ) -> bool:
     """Whether the block with half of each projection returns a hidden state of this shape from half of the heads."""
-    half = copy.deepcopy(block)
     try:
+        half = copy.deepcopy(block)
         for rule in rules:
             match rule:
                 case Columns() | Rows():
@@ -135,14 +133,14 @@ def _runs_halved(
         flow = _Flow(half)
         if flow.run(call, streams).shape != shape:
             return False
-    except _FAILURES:
+    except Exception:  # of whatever kind, as above
         return False
     columns = [rule for rule in rules if isinstance(rule, Columns)]
     return all(rule.heads is None or flow.heads.get(rule.path) == rule.heads // _RANKS for rule in columns)
 
 
 def _halve(module: nn.Module, outputs: bool) -> None:
-    """A projection without its adapter, which would change no shape."""
+    """Leave half of a projection. It runs without its adapter: the sum of both has the projection's shape."""
     plain = without_adapter(module)
     _halve_parameter(plain, "weight", int(outputs == isinstance(plain, Conv1D)))
     if outputs and plain.bias is not None:
@@ -172,7 +170,9 @@ def _halved(size: int) -> int:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    return isinstance(without_adapter(module), nn.Linear | Conv1D)
+    """Whether it computes what a split projection would: others of these classes may do more in their forward."""
+    plain = type(without_adapter(module))
+    return plain in (nn.Linear, Conv1D) or plain.__name__ == "FalconLinear"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -202,7 +202,7 @@ class _Flow(TorchFunctionMode):
     _kept: list[Any] = field(default_factory=list)
     """So that no two tensors have one identity."""
     _running: list[str] = field(default_factory=list)
-    """Projections, of which at most one runs."""
+    """Projections: one, and those inside it (of its adapter)."""
 
     def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)

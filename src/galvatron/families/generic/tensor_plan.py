@@ -162,7 +162,19 @@ def divides(layer: Layer, config: Any) -> tuple[int, ...]:
             found[_linear(layer, rule.path).out_features] = None
         elif isinstance(rule, Rows) and rule.takes_whole:
             found[_linear(layer, rule.path).in_features] = None
+    if any(isinstance(rule, Rows) for rule in layer.rules):
+        # Ranks with more features than others would draw more random numbers (dropout), and then others than they.
+        for rule in layer.rules:
+            if isinstance(rule, Columns) and not rule.gathered:
+                width = _outputs(layer, rule.path) // rule.parts
+                found |= {} if any(width % known == 0 for known in found) else {width: None}
     return tuple(found)
+
+
+def _outputs(layer: Layer, path: str) -> int:
+    module: Any = without_adapter(layer.get_submodule(path))
+    width: int = module.out_features if isinstance(module, nn.Linear) else module.nf
+    return width
 
 
 def _linear(layer: Layer, path: str) -> nn.Linear:

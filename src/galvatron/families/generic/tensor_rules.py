@@ -28,9 +28,6 @@ from galvatron.families.rules import Columns, DividedExperts, PartialGradients, 
 
 __all__ = ["TensorRules", "find_rules"]
 
-_FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-"""What a block raises that cannot run without values, or not on such tensors."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRules:
@@ -134,7 +131,7 @@ class _Run:
     def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         """The rules with what the run shows; as they are where it fails: each projection then enters by itself."""
         reads = _Reads(self._block, frozenset(rule.path for rule in rules if isinstance(rule, Columns | Rows)))
-        with suppress(*_FAILURES), torch.no_grad(), on_meta():
+        with suppress(Exception), torch.no_grad(), on_meta():  # of whatever kind: it comes from the block's own forward
             with reads.watching():
                 self._block(*self._call.args, **self._call.kwargs)
             self._reads = reads
@@ -163,7 +160,7 @@ class _Run:
         try:
             with torch.no_grad(), on_meta():
                 self._block(*call.args, **call.kwargs)
-        except _FAILURES:
+        except Exception:  # of whatever kind, as above
             return False
         return True
 
@@ -276,7 +273,7 @@ class _Reads(TorchFunctionMode):
             if not ends:
                 return ()
             # What draws random numbers behind the last rows works on what is whole again.
-            drawing = {read.within[-1] for read in inside if read.draws and read.place > max(ends) + 1}
+            drawing = {read.within[-1] for read in inside if read.draws and read.place > max(ends)}
             if path in drawing:
                 return ()
             argument = name or _first_argument(self.block.get_submodule(path))
