@@ -274,7 +274,6 @@ _TRACED = {
 _COMPILED = (
     ("llama", Precision.BF16, 0.0, Attention.FUSED),
     ("qwen3", Precision.BF16, 0.0, Attention.FUSED),
-    ("neox", Precision.BF16, 0.0, Attention.FUSED),
     ("t5-gated", Precision.FP32, 0.1, Attention.EAGER),
 )
 """What ``make test`` has of compiled blocks, each of which takes seconds."""

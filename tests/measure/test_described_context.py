@@ -95,6 +95,7 @@ def test_what_nobody_knows_how_to_divide_is_not_divided(name: str, changes: dict
     assert all(own is None for own in blocks)
 
 
+@pytest.mark.slow
 def test_long_samples_that_are_not_divided_are_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

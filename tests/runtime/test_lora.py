@@ -272,6 +272,7 @@ def test_all_linear_leaves_experts_out() -> None:
     assert spec.trained_parameters == 2 * 2 * (2 * (16 + 16) + 2 * (16 + 8))
 
 
+@pytest.mark.slow
 def test_adapters_in_some_blocks_and_beside_them() -> None:
     """Of a model of unknown family: its plan is one for this model, whatever its parts are called when traced."""
     config = {**_MIXTRAL, "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "pad_token_id": 0}
@@ -287,6 +288,7 @@ def test_adapters_in_some_blocks_and_beside_them() -> None:
     assert ranks(2).run(_compared, plan) == [None, None]
 
 
+@pytest.mark.slow
 def test_adapters_around_the_blocks_start_from_nothing() -> None:
     """In layers that are traced, whose parts have names of their own."""
     fields = {"model_type": "electra", "architectures": ["ElectraForSequenceClassification"], "embedding_size": 8}

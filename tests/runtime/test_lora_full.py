@@ -186,7 +186,7 @@ def _train_and_write(plan: galvatron.Plan, weights: Path, out: Path, batch: dict
 @pytest.mark.parametrize(
     ("fields", "full", "expected"),
     [
-        (_DISTILBERT, None, ("classifier",)),  # of two modules whose names end so
+        longer(_DISTILBERT, None, ("classifier",)),  # of two modules whose names end so
         (_ROBERTA, "", ()),
         longer(_ROBERTA, "LayerNorm", ("LayerNorm",)),
         longer(_ROBERTA, "classifier.out_proj", ("classifier.out_proj",)),
