@@ -75,6 +75,8 @@ class Run:
     allocator_bytes: tuple[int, ...] = ()
     """Of each rank: most bytes that the allocator took for them, which the budget caps. Both without workspaces, which
     are among the reserved bytes."""
+    shortages: tuple[int, ...] = ()
+    """Of each rank: how often the allocator ran short, gave back what it kept and asked again."""
     plan: tuple[str, ...] = ()
     """A stage each: its layers in runs, "encoder×16 dp2-tp4; head tp8"."""
     same_as: str = ""

@@ -239,6 +239,7 @@ def _measured(run: Run, plan: Plan, ranks: FreshRanks, limit_s: float) -> Run:
         iterations_s=tuple(max(times) for times in zip(*(one.iterations_s for one in found), strict=True)),
         peak_bytes=tuple(one.peak_bytes for one in found),
         allocator_bytes=tuple(one.allocator_bytes for one in found),
+        shortages=tuple(one.shortages for one in found),
         facts={**run.facts, "device": found[0].device} if found else run.facts,
     )
 

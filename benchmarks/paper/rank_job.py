@@ -41,6 +41,7 @@ class Measured:
     iterations_s: tuple[float, ...]
     peak_bytes: int
     allocator_bytes: int
+    shortages: int
     device: str
 
 
@@ -76,7 +77,7 @@ class MeasureJob:
     def _on_gpu(self, device: Any) -> Measured:
         import torch
 
-        from galvatron.processes.world import workspace_bytes
+        from galvatron.processes.world import shortages, workspace_bytes
 
         step = self._program(device)
         settle()
@@ -89,6 +90,7 @@ class MeasureJob:
             iterations_s=iterations,
             peak_bytes=torch.cuda.max_memory_allocated(device) - workspaces,
             allocator_bytes=torch.cuda.max_memory_reserved(device) - workspaces,
+            shortages=shortages(device),
             device=f"{properties.name}, {properties.multi_processor_count} multiprocessors",
         )
 
@@ -109,7 +111,9 @@ class MeasureJob:
         if peak > self.tensor_bytes:
             raise torch.OutOfMemoryError(f"out of memory: {peak} bytes of tensors, {self.tensor_bytes} allowed")
         iterations = self._timed(step, nullcontext, device)
-        return Measured(iterations_s=iterations, peak_bytes=peak, allocator_bytes=peak, device="CPU process")
+        return Measured(
+            iterations_s=iterations, peak_bytes=peak, allocator_bytes=peak, shortages=0, device="CPU process"
+        )
 
     def _program(self, device: Any) -> Callable[[], Any]:
         from programs import build

@@ -15,7 +15,7 @@ from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
 from galvatron.planner.plan.record import layer_runs
-from galvatron.planner.space import EXTENDED, PAPER
+from galvatron.planner.space import PAPER
 from workloads import Workload
 
 __all__ = ["SYSTEMS", "Choice", "Setting", "System", "choose", "described", "system_named", "without_slowdown"]
@@ -73,16 +73,19 @@ class Setting:
     max_batch: int
 
     def request(self, system: System, *, batch: int | None = None, max_batch: int | None = None) -> Request:
-        """``batch``: exactly this one; else all up to ``max_batch``, or the setting's own."""
+        """``batch``: exactly this one; else all up to ``max_batch``, or the setting's own. A stock program gets all of
+        its memory: nothing is set aside for what an allocator loses. Where that is too much, a smaller batch is next.
+        """
+        stock = system.program(self.workload.family) == "stock"
         return Request(
             model=self.workload.model,
-            cluster=self.cluster,
+            cluster=replace(self.cluster, fragmentation=0.0) if stock else self.cluster,
             memory_bytes=self.budget_bytes,
             batch=batch,
             batch_step=None if batch else BATCH_STEP,
             max_batch=None if batch else max_batch or self.max_batch,
             space=system.space,
-            switches=replace(EXTENDED, hybrid_sharding=self.cluster.has_uneven_links) if system.extended else PAPER,
+            switches=None if system.extended else PAPER,
             schedule=ONE_F_ONE_B if system.extended else GPIPE,
             profile=self.workload.profile,
         )
@@ -137,7 +140,7 @@ def _strategies(plan: Plan) -> list[list[str]]:
 def without_slowdown(setting: Setting, system: System, plan: Plan) -> float:
     """Seconds of an iteration of the same plan if computation and communication did not slow each other down."""
     request = setting.request(system, batch=plan.batch)
-    calm = replace(request, cluster=replace(setting.cluster, overlap_slowdown=1.0))
+    calm = replace(request, cluster=replace(request.cluster, overlap_slowdown=1.0))
     return priced(calm, _strategies(plan), micro_batches=plan.micro_batches).iteration_s
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from queues import Noted, note_messages, stuck
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -61,7 +62,10 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """So many processes; :meth:`run` calls a function in each of them and returns what each returned."""
+    """So many processes; :meth:`run` calls a function in each of them and returns what each returned.
+
+    It fails where they would have hung with NCCL (:mod:`queues`).
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -80,13 +84,14 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(job)
         results: dict[int, Any] = {}
+        noted: dict[int, list[Noted]] = {}
         waiting = dict(enumerate(self._pipes))
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting.values()), timeout=_LIMIT_S)
             failed = None if ready else self._stuck(sorted(waiting))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    fine, results[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
+                    fine, results[rank], noted[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
                 except (EOFError, OSError):
                     fine, results[rank] = False, "the process ended"
                 if not fine:
@@ -94,6 +99,11 @@ class Ranks:
             if failed:
                 self.stop()
                 raise RankError(failed)
+        hanging = stuck([noted[rank] for rank in range(self.world)])
+        if hanging:
+            raise RankError(
+                f"these ranks went on over gloo, but would wait for each other for ever in NCCL:\n{hanging}"
+            )
         return [results[rank] for rank in range(self.world)]
 
     def _stuck(self, waiting: list[int]) -> str:
@@ -156,15 +166,16 @@ def _serve(rank: int, world: int, port: int, stacks: Path, pipe: Connection) -> 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    notes = note_messages()
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = True, function(*args)
+            answer = True, function(*args), notes.take()
         except BaseException:
-            answer = False, traceback.format_exc()
+            answer = False, traceback.format_exc(), notes.take()
         pipe.send_bytes(_packed(answer))
         del function, args, answer
         _drop_groups()

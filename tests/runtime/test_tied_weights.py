@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from longer import longer
 from oracle import Case, batches, first_weights, single_process
-from parity import build, check, plan_for
+from parity import Trained, build, check, difference, plan_for, train
 from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
 
 import galvatron
 from galvatron.families.layer import Activations, Layer
+from galvatron.runtime.tied import across_stages
 from galvatron.runtime.tied.in_stage import attach_tied
 
 _TIED = {
@@ -103,6 +105,21 @@ def test_across_stages_with_one_between() -> None:
 def test_three_users(stages: list[list[str]]) -> None:
     """T5 reads its words in both embeddings and in the head, and each stack shares a table of position biases."""
     check(Case(config=config("t5"), stages=stages, micro_batches=4, clip=0.5, padding=True, steps=2))
+
+
+def _in_small_pieces(*given: Any) -> Trained:
+    """Of a few rows each; the words of these models are one piece else."""
+    with patch.object(across_stages, "_CHUNK_BYTES", 1000):
+        return train(*given)
+
+
+@pytest.mark.parametrize(
+    "stages", [[["tp2"] * 2, ["sdp2"]], [["dp4"] * 2, ["dp2-tp2"]], [["sdp2-tp2"] * 2, ["tp4"]]], ids=str
+)
+def test_rows_are_summed_some_at_a_time(stages: list[list[str]]) -> None:
+    case = _case("gpt2", stages)
+    found = ranks(case.devices).run(_in_small_pieces, case, plan_for(case), first_weights(case), batches(case))
+    assert difference(case, found, single_process(case)) is None
 
 
 def test_a_tied_weight_can_be_asked_for_its_type_before_its_module_runs() -> None:

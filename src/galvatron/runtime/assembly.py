@@ -290,7 +290,7 @@ class _Assembler:
         )
         work = self.maker.working(master)
         group = self.pool.group(tie_group(stages))
-        self.units.append(ReplicatedUnit([(local, work)], group))
+        self.units.append(ReplicatedUnit([(local, work)], group, in_the_end=len(stages) > 1))
         self.owners[number] = local
         self._tied[number] = lambda part: lambda: work
 

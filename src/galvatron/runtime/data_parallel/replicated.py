@@ -27,8 +27,13 @@ _CHUNK_BYTES = 25 << 20
 class ReplicatedUnit(Unit):
     """One layer's parameters, whole on each rank of its DP group."""
 
-    def __init__(self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None) -> None:
-        """``pairs``: each with the parameter in the module: the master itself, or a copy of it in a narrower type."""
+    def __init__(
+        self, pairs: list[tuple[LocalParameter, nn.Parameter]], group: ProcessGroup | None, *, in_the_end: bool = False
+    ) -> None:
+        """``pairs``: each with the parameter in the module: the master itself, or a copy of it in a narrower type.
+        ``in_the_end``: its sum starts when the stage is through with the batch. A group of several stages demands that:
+        activations may travel in it, and NCCL runs what a group does in the order in which each rank starts it."""
+        self._in_the_end = in_the_end
         self.locals = [local for local, _ in pairs]
         self._group = group
         self._works = [work for _, work in pairs]
@@ -55,7 +60,7 @@ class ReplicatedUnit(Unit):
                 local.master.grad += work.grad
             work.grad = None
         self._missing -= 1
-        if self._last and not self._missing:
+        if self._last and not self._missing and not self._in_the_end:
             self._start_sum()
 
     @torch.no_grad()
@@ -90,7 +95,7 @@ class ReplicatedUnit(Unit):
         self._missing = sum(work.requires_grad for work in self._works)
 
     def passed(self) -> None:
-        if self._last and self._missing:
+        if self._last and self._missing and not self._in_the_end:
             self._start_sum()
 
     def _start_sum(self) -> None:
@@ -104,7 +109,7 @@ class ReplicatedUnit(Unit):
                 self._sums.append(work)
 
     def finish(self) -> None:
-        if self._last:  # some parameter had no part in the loss
+        if self._last:  # it was to wait, or some parameter had no part in the loss
             self._start_sum()
         assert self._group is None or self._missing == self._left_out, "a gradient came after its layer's sum"
         finish(self._sums)

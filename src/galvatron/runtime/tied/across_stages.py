@@ -7,7 +7,7 @@ stages that hold the same rows: a copy's gradient crosses the boundary once, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,9 @@ from galvatron.runtime.data_parallel.shards import part_of
 from galvatron.runtime.layout.groups import coordinate
 
 __all__ = ["Holding", "TieExchange", "holdings"]
+
+_CHUNK_BYTES = 25 << 20
+"""Of the rows that are summed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,57 +47,66 @@ def holdings(ranks: Sequence[int], strategy: Strategy, rows: int, *, splits: boo
 
 
 class TieExchange:
-    """Sums one tied weight's gradient over its copies."""
+    """Sums one tied weight's gradient over its copies, some rows after the other, so that little is held twice."""
 
     def __init__(self, copies: Sequence[Sequence[Holding]], rank: int, group: ProcessGroup) -> None:
         """``copies``: for each stage with a copy, what each of its ranks holds."""
         self._group = group
-        self._sends: list[tuple[int, int, int]] = []
-        self._receives: list[tuple[int, int, int]] = []
-        self._copies: list[list[int]] = []
-        """Of each copy, in the order of stages, which of the received pieces are its."""
-        mine = next(index for index, copy in enumerate(copies) if any(holding.rank == rank for holding in copy))
-        self._mine = mine
-        me = next(holding for holding in copies[mine] if holding.rank == rank)
-        for index, copy in enumerate(copies):
-            before = len(self._receives)
-            if index == mine:
-                self._copies.append([])
-                continue
-            for sender, start, stop in _sources(me, copies[mine], copy):
-                self._receives.append((sender, start - me.start, stop - me.start))
-            for other in copy:
-                for sender, start, stop in _sources(other, copy, copies[mine]):
-                    if sender == rank:
-                        self._sends.append((other.rank, start - me.start, stop - me.start))
-            self._copies.append(list(range(before, len(self._receives))))
+        self._mine = next(number for number, copy in enumerate(copies) if any(own.rank == rank for own in copy))
+        own = copies[self._mine]
+        me = next(holding for holding in own if holding.rank == rank)
+        self._start, self._stop = me.start, me.stop
+        self._sends: list[Holding] = []
+        self._receives = [[] if copy is own else _sources(me, own, copy) for copy in copies]
+        """From each copy, in the order of stages."""
+        for copy in copies:
+            for other in () if copy is own else copy:
+                pieces = _sources(other, copy, own)
+                self._sends += (replace(piece, rank=other.rank) for piece in pieces if piece.rank == rank)
 
     def __call__(self, gradient: Tensor) -> None:
         """Add the other copies' gradients to this one, in place; all stages in one order, so that the sums are equal to
         the last bit."""
-        sending = [gradient[start:stop].clone() for _, start, stop in self._sends]
-        received = [gradient.new_empty(stop - start, *gradient.shape[1:]) for _, start, stop in self._receives]
-        operations = [
-            dist.P2POp(operation, tensor, peer, self._group)
-            for operation, tensors, messages in (
-                (dist.isend, sending, self._sends),
-                (dist.irecv, received, self._receives),
-            )
-            for tensor, (peer, _, _) in zip(tensors, messages, strict=True)
+        if not len(gradient):
+            return
+        step = max(_CHUNK_BYTES // gradient[0].nbytes, 1)
+        for begin in range(self._start // step * step, self._stop, step):
+            self._sum(gradient, begin, begin + step)
+
+    def _sum(self, gradient: Tensor, begin: int, end: int) -> None:
+        """The rows of the weight between two numbers, which are the same for all ranks."""
+
+        def rows(piece: Holding) -> Tensor:
+            return gradient[piece.start - self._start : piece.stop - self._start]
+
+        sends = _within(self._sends, begin, end)
+        receives = [_within(pieces, begin, end) for pieces in self._receives]
+        received = [[rows(piece).new_empty(rows(piece).shape) for piece in pieces] for pieces in receives]
+        operations = [dist.P2POp(dist.isend, rows(piece).contiguous(), piece.rank, self._group) for piece in sends]
+        operations += [
+            dist.P2POp(dist.irecv, buffer, piece.rank, self._group)
+            for pieces, buffers in zip(receives, received, strict=True)
+            for piece, buffer in zip(pieces, buffers, strict=True)
         ]
         finish(dist.batch_isend_irecv(operations) if operations else ())
-        own = gradient.clone()
-        gradient.zero_()
-        for copy, pieces in enumerate(self._copies):
-            if copy == self._mine:
-                gradient += own
-            for piece in pieces:
-                _, start, stop = self._receives[piece]
-                gradient[start:stop] += received[piece]
+        total = gradient[max(begin - self._start, 0) : end - self._start]
+        own = total.clone()
+        total.zero_()
+        for number, (pieces, buffers) in enumerate(zip(receives, received, strict=True)):
+            if number == self._mine:
+                total += own
+            for piece, buffer in zip(pieces, buffers, strict=True):
+                rows(piece).add_(buffer)
 
 
-def _sources(receiver: Holding, copy: Sequence[Holding], other: Sequence[Holding]) -> list[tuple[int, int, int]]:
-    """(sender, start, stop): pieces of another copy that cover a receiver's rows, each from one of its holders.
+def _within(pieces: Sequence[Holding], begin: int, end: int) -> list[Holding]:
+    """The parts of pieces between two rows."""
+    cut = (replace(piece, start=max(piece.start, begin), stop=min(piece.stop, end)) for piece in pieces)
+    return [piece for piece in cut if piece.start < piece.stop]
+
+
+def _sources(receiver: Holding, copy: Sequence[Holding], other: Sequence[Holding]) -> list[Holding]:
+    """Pieces of another copy that cover a receiver's rows, each from one of its holders.
 
     Holders of equal rows take turns, by the receiver's number in its stage.
     """
@@ -107,5 +119,5 @@ def _sources(receiver: Holding, copy: Sequence[Holding], other: Sequence[Holding
     for (start, stop), holders in sorted(by_rows.items()):
         first, last = max(start, receiver.start), min(stop, receiver.stop)
         if first < last:
-            pieces.append((holders[place % len(holders)], first, last))
+            pieces.append(Holding(holders[place % len(holders)], first, last))
     return pieces
