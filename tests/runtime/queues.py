@@ -7,9 +7,11 @@ what it starts and what it waits for, and the notes of all are then played throu
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,8 @@ class Noted:
     """The collective; empty: messages."""
     messages: tuple[tuple[str, int], ...] = ()
     """("send" or "recv", the other rank), all started together."""
+    thread: int = 0
+    """Which thread of the rank: a checkpoint is saved by one that others do not wait for."""
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Notes:
     noted: list[Noted] = field(default_factory=list)
     _works: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     _batch: list[tuple[Any, str, int]] | None = None
-    _started: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def take(self) -> list[Noted]:
         """All since the last time."""
@@ -78,15 +82,15 @@ class Notes:
 
     def waited(self, work: Any) -> None:
         if work in self._works:
-            self.noted.append(Noted(self._works[work]))
+            self.noted.append(Noted(self._works[work], thread=threading.get_ident()))
 
     def _note(self, group: ProcessGroup, works: Sequence[Any], **what: Any) -> None:
-        self._started += 1
+        number = next(self._numbers)
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.noted.append(Noted(self._started, group.group_name, ranks, **what))
+        self.noted.append(Noted(number, group.group_name, ranks, thread=threading.get_ident(), **what))
         for work in works:
             if work is not None:
-                self._works[work] = self._started
+                self._works[work] = number
 
 
 _BATCH = dist.batch_isend_irecv
@@ -132,25 +136,34 @@ class _Rank:
 
     def __init__(self, number: int, noted: Sequence[Noted]) -> None:
         self.number = number
-        self._program = deque(noted)
+        self._programs: dict[int, deque[Noted]] = {}
+        for own in noted:
+            self._programs.setdefault(own.thread, deque()).append(own)
         self._under_way: set[int] = set()
         self.queues: dict[str, deque[Noted]] = {}
         self.open: dict[int, list[tuple[str, int]]] = {}
         """Messages that have not been exchanged, of those started together."""
 
     def advance(self) -> bool:
-        """Start what comes next, up to a wait for what is not done."""
-        before = len(self._program)
-        while self._program:
-            noted = self._program[0]
+        """Start what comes next, each thread up to a wait for what is not done."""
+        return sum(map(self._advance, self._programs.values())) > 0
+
+    def _advance(self, program: deque[Noted]) -> int:
+        before = len(program)
+        while program:
+            noted = program[0]
             if not noted.group and noted.number in self._under_way:
                 break
-            self._program.popleft()
+            program.popleft()
             if noted.group:
                 self._under_way.add(noted.number)
                 self.queues.setdefault(noted.group, deque()).append(noted)
                 self.open[noted.number] = list(noted.messages)
-        return len(self._program) < before
+        return before - len(program)
+
+    @property
+    def waits(self) -> bool:
+        return any(self._programs.values()) or any(self.queues.values())
 
     def head(self, group: str) -> Noted | None:
         queue = self.queues.get(group)
@@ -179,7 +192,7 @@ def stuck(noted: Sequence[Sequence[Noted]]) -> str | None:
                 head = rank.head(group)
                 if head is not None:
                     moved |= _exchanged(rank, head, ranks) if head.messages else _together(head, ranks)
-    waiting = [rank for rank in ranks if rank._program or any(rank.queues.values())]
+    waiting = [rank for rank in ranks if rank.waits]
     return "\n".join(map(str, waiting)) if waiting else None
 
 

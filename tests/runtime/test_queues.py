@@ -43,6 +43,20 @@ def test_messages_started_together_may_cross() -> None:
     assert stuck([[Noted(1, "a", (0, 1), "", own[:1]), Noted(1)] for own in both]), "each sends first"
 
 
+def test_a_thread_that_nobody_waits_for_holds_nobody_up() -> None:
+    """That which saves a checkpoint, in a group of its own: on one rank it is ahead of the others."""
+    own, saved = ("a", (0, 1), "allreduce"), ("b", (0, 1), "gather")
+
+    def ahead(thread: int) -> list[Noted]:
+        return [Noted(1, *saved, thread=thread), Noted(1, thread=thread), Noted(2, *own), Noted(2)]
+
+    def behind(thread: int) -> list[Noted]:
+        return [Noted(1, *own), Noted(1), Noted(2, *saved, thread=thread), Noted(2, thread=thread)]
+
+    assert stuck([ahead(1), behind(1)]) is None
+    assert stuck([ahead(0), behind(0)]), "of one thread"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_table_that_two_stages_share_is_summed_when_both_are_through(schedule: str) -> None:
     """Their ranks are those of the group in which activations travel."""
