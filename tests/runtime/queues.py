@@ -121,7 +121,7 @@ def note_messages() -> Notes:
         return own_wait(work, *args, **named)
 
     own_wait = Work.wait
-    Work.wait = wait  # type: ignore[method-assign]
+    Work.wait = wait  # type: ignore[assignment, method-assign]
     for name in _COLLECTIVES:
         if hasattr(ProcessGroup, name):
             setattr(ProcessGroup, name, collective(name, getattr(ProcessGroup, name)))
