@@ -9,6 +9,7 @@ import torch
 from longer import longer
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from galvatron.core.spec import Training
 from galvatron.families.build import build_meta
@@ -18,7 +19,16 @@ from galvatron.families.generic.found_rules import found_rules
 from galvatron.families.generic.stubs import Call
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
 from galvatron.families.generic.tensor_rules import TensorRules
-from galvatron.families.rules import Attribute, Columns, PartialGradients, Region, Rows, Table
+from galvatron.families.rules import (
+    AddedBias,
+    Attribute,
+    Columns,
+    Experts,
+    PartialGradients,
+    Region,
+    Rows,
+    Table,
+)
 from galvatron.families.tiny import tiny_config
 from galvatron.measure.describe import describe
 from galvatron.runtime.split_trial import split_difference, split_problems
@@ -180,9 +190,35 @@ def test_a_guess_that_a_tiny_copy_does_not_prove_is_refused() -> None:
         assert problem == "a tiny copy fails when it is split (it is split otherwise than the model)"
 
 
-def test_experts_that_would_stay_whole_leave_the_layer_whole() -> None:
-    """Nobody splits gpt-oss: what is split beside its experts does not matter."""
-    layered = Generic(_model("gpt_oss", "GptOssForCausalLM"))
+def test_experts_in_the_standard_form_are_split() -> None:
+    """transformers has no plan of gpt-oss. Its experts are transposed, gate and up stand in turns, and have biases."""
+    model = _model("gpt_oss", "GptOssForCausalLM", intermediate_size=24)
+    layered = Generic(model)
+    rules = layered.tensor_rules
+    assert rules.guessed
+    for own in rules.blocks.values():
+        assert {rule for rule in own if "experts" in rule.path} == {
+            Experts("block.mlp.experts"),
+            Table("block.mlp.experts.gate_up_proj", 2, pairs=True),
+            Table("block.mlp.experts.gate_up_proj_bias", 1, pairs=True),
+            Table("block.mlp.experts.down_proj", 1),
+            AddedBias("block.mlp.experts.down_proj_bias"),
+        }
+    parallel = layered.tensor_parallel(layered.layers[1])
+    assert parallel is not None
+    width = layered.layers[1].get_parameter("block.mlp.experts.down_proj").shape[1]
+    assert width in parallel.divides, "gates and what they multiply stay together"
+    assert split_problems(model, _TRAINING, rules) == (None, None)
+
+
+def test_experts_that_would_stay_whole_leave_the_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm behind each expert needs all of what it makes. What is split beside such experts does not matter."""
+    model = _model("gpt_oss", "GptOssForCausalLM")
+    monkeypatch.setattr(GptOssExperts, "has_post_expert_norm", True, raising=False)
+    for block in model.model.layers:  # type: ignore[union-attr]
+        del block.mlp.experts.has_post_expert_norm
+    monkeypatch.setattr(GptOssExperts, "post_expert_norm", nn.Identity(), raising=False)
+    layered = Generic(model)
     assert layered.expert_rules.blocks
     assert layered.tensor_rules == TensorRules()
     assert not any(layer.rules for layer in layered.layers)

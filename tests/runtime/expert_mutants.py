@@ -112,3 +112,16 @@ def _each_rank_counts_its_own_rows() -> Patches:
 @mutant
 def _the_term_is_added_for_each_micro_batch() -> Patches:
     yield patch.object(pipeline, "_loss", lambda outputs, batch: sum(outputs[1:], start=outputs[0] / batch.targets))
+
+
+@mutant
+def _biases_of_experts_are_added_by_each_rank() -> Patches:
+    yield patch.object(splitting._Splitter, "added_bias", lambda splitter, rule: None)
+
+
+@mutant
+def _biases_of_experts_keep_partial_gradients() -> Patches:
+    def without(done: splitting.SplitParameters, *_: Any) -> splitting.SplitParameters:
+        return replace(done, partial=frozenset(name for name in done.partial if not name.endswith("down_proj_bias")))
+
+    yield wrapped(assembly, "split", without)

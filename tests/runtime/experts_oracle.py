@@ -71,7 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 8,
     },
-    # Experts with biases and transposed weights, of which TP splits nothing.
+    # Experts with biases and transposed weights, whose gates stand between what they multiply.
     "gpt_oss": {
         **_SMALL,
         "architectures": ["GptOssForCausalLM"],

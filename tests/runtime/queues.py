@@ -40,8 +40,8 @@ class Noted:
     """The collective; empty: messages."""
     messages: tuple[tuple[str, int], ...] = ()
     """("send" or "recv", the other rank), all started together."""
-    thread: int = 0
-    """Which thread of the rank: a checkpoint is saved by one that others do not wait for."""
+    thread: str = ""
+    """The name of the rank's thread: a checkpoint is saved by one that the others do not wait for."""
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Notes:
 
     def waited(self, work: Any) -> None:
         if work in self._works:
-            self.noted.append(Noted(self._works[work], thread=threading.get_ident()))
+            self.noted.append(Noted(self._works[work], thread=threading.current_thread().name))
 
     def _note(self, group: ProcessGroup, works: Sequence[Any], **what: Any) -> None:
         number = next(self._numbers)
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.noted.append(Noted(number, group.group_name, ranks, thread=threading.get_ident(), **what))
+        self.noted.append(Noted(number, group.group_name, ranks, thread=threading.current_thread().name, **what))
         for work in works:
             if work is not None:
                 self._works[work] = number
@@ -136,7 +136,7 @@ class _Rank:
 
     def __init__(self, number: int, noted: Sequence[Noted]) -> None:
         self.number = number
-        self._programs: dict[int, deque[Noted]] = {}
+        self._programs: dict[str, deque[Noted]] = {}
         for own in noted:
             self._programs.setdefault(own.thread, deque()).append(own)
         self._under_way: set[int] = set()

@@ -107,6 +107,7 @@ _CHECKS: dict[str, _Check] = {
         config={"output_router_logits": True, "router_aux_loss_coef": 0.5},
         padding=True,
     ),
+    "biased experts": _experts("gpt_oss", ["dp4", "dp2-tp2", "dp2-tp2", "dp4"]),
     "few experts": _experts("gpt_oss", ["dp4", "dp4/dp2-ep2", "sdp4/sdp2-ep2", "dp4"], skewed=True),
     "evaluation": _evaluation,
     "accumulation": _accumulation,
@@ -153,6 +154,8 @@ _CAUGHT_BY = {
     "routers miss the tokens of one rank": "experts",
     "norms of heads keep partial gradients": "split experts",
     "packed projections are split as plain ones": "split experts",
+    "biases of experts are added by each rank": "biased experts",
+    "biases of experts keep partial gradients": "biased experts",
     "a rank without tokens has no gradients": "few experts",
     "each rank counts its own rows": "balanced experts",
     "the term is added for each micro batch": "balanced experts",
@@ -165,7 +168,7 @@ _CAUGHT_BY = {
 }
 
 
-_LONG = {"split experts", "balanced experts", "few experts", "evaluation", "bf16", "recompute"}
+_LONG = {"split experts", "biased experts", "balanced experts", "few experts", "evaluation", "bf16", "recompute"}
 """Checks of several seconds, with their mutants for the longer run only: without a mutant ``make test`` has the same in
 ``test_experts``, ``test_balance``, ``test_training_loop``, ``test_bf16`` and ``test_dropout``."""
 _SHOWN = {

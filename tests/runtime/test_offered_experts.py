@@ -34,7 +34,7 @@ def test_no_strategy_that_is_offered_is_refused(family: str) -> None:
 
 
 def test_experts_that_tp_cannot_split_are_not_offered_with_tp() -> None:
-    """transformers' plan for gpt-oss says nothing about its experts."""
+    """Those of gpt-oss have a bias, which TP alone may share out."""
     given = case("gpt_oss", ["dp4"] * 4, dtype=torch.float32)
     batch = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
     spec = galvatron.describe(stock(given), batch, given.training)
@@ -42,3 +42,4 @@ def test_experts_that_tp_cannot_split_are_not_offered_with_tp() -> None:
     assert kinds
     assert not any(kind.allows_experts(Strategy.parse("dp2-tp2/ep2-tp2")) for kind in kinds)
     assert all(kind.allows_experts(Strategy.parse("dp4/ep4")) for kind in kinds)
+    assert all(kind.tensor_parallel is not None for kind in kinds)

@@ -47,14 +47,14 @@ def test_a_thread_that_nobody_waits_for_holds_nobody_up() -> None:
     """That which saves a checkpoint, in a group of its own: on one rank it is ahead of the others."""
     own, saved = ("a", (0, 1), "allreduce"), ("b", (0, 1), "gather")
 
-    def ahead(thread: int) -> list[Noted]:
+    def ahead(thread: str) -> list[Noted]:
         return [Noted(1, *saved, thread=thread), Noted(1, thread=thread), Noted(2, *own), Noted(2)]
 
-    def behind(thread: int) -> list[Noted]:
+    def behind(thread: str) -> list[Noted]:
         return [Noted(1, *own), Noted(1), Noted(2, *saved, thread=thread), Noted(2, thread=thread)]
 
-    assert stuck([ahead(1), behind(1)]) is None
-    assert stuck([ahead(0), behind(0)]), "of one thread"
+    assert stuck([ahead("saves"), behind("saves")]) is None
+    assert stuck([ahead(""), behind("")]), "of one thread"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "AddedBias",
     "Attribute",
     "Columns",
     "DividedExperts",
@@ -71,6 +72,12 @@ class Table:
     dim: int
     parts: int = 1
     """Weights fused into one along the dim, each split by itself."""
+    pairs: bool = False
+    """Whether neighbours along the dim belong together (a gate and what it multiplies, in turns)."""
+
+    def features(self, size: int) -> int:
+        """How many can be told apart along a dim of this size."""
+        return size // 2 if self.pairs else size // self.parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,14 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedBias:
+    """A whole bias of experts that are split, which goes into outputs that are summed over ranks: each adds its share,
+    and so has a part of the gradient."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class SharedKey:
     """A whole projection whose last ``width`` outputs go straight into the split heads (the rotary key of multi-head
     latent attention): f is applied to these."""
@@ -148,6 +163,7 @@ Rule = (
     | Whole
     | PartialGradients
     | Experts
+    | AddedBias
     | SharedKey
     | Summed
 )
@@ -163,3 +179,5 @@ class DividedExperts:
     count: int
     parameters: tuple[str, ...]
     """Their names in the module; each has the experts along its first dim. The module has no others."""
+    split: tuple[Rule, ...] = ()
+    """How TP can split all of them, where their form says it."""

@@ -258,7 +258,7 @@ def _experts(layer: Layer, spec: LayerSpec, whole: Inside | None, half: Inside |
         replicated_activation_bytes=min(whole.saved - saved, spec.replicated_activation_bytes),
         dispatch_bytes=whole.dispatch,
         # No degree of TP but 1 divides experts of which TP cannot split everything.
-        divides=tuple(sorted({layer.get_parameter(own.path).shape[own.dim] // own.parts for own in tables or ()}))
+        divides=tuple(sorted({own.features(layer.get_parameter(own.path).shape[own.dim]) for own in tables or ()}))
         or (1,),
         forward_collectives=collectives,
         backward_collectives=collectives,

@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def _patient_exchange(exchange: Callable[..., list[dist.Work]]) -> Callable[...,
 
 def _elsewhere(run: Callable[[], object]) -> None:
     """Call it on another thread, which must not collect this one's garbage meanwhile: the meter would not see it go."""
-    thread = Thread(target=torch.no_grad()(run))
+    thread = Thread(target=torch.no_grad()(run), name=current_thread().name)  # it works for this one alone
     gc.disable()
     thread.start()
     thread.join()

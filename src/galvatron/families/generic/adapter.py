@@ -92,7 +92,7 @@ class Generic(LayeredModel):
         self._width = self.anatomy.segments[-1].hidden(calls[-1]).shape[-1]
         names = [self.anatomy.name(block) for block in range(len(kinds))]
         self.expert_rules = find_experts(model, names, kinds)
-        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls).beside(self.expert_rules.blocks)
+        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls, self.expert_rules.blocks)
         self.layers = self._layers(kinds, loss)
         for layer in self.layers:
             layer.experts = self.expert_rules.blocks.get(layer.kind)

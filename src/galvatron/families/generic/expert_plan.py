@@ -2,7 +2,8 @@
 ``"model.layers.*.mlp.experts.down_proj": "grouped_gemm"``), and, where it has none, those in transformers' standard
 form.
 
-Experts that we cannot divide are named, and then none are.
+Experts that we cannot divide are named, and then none are. The standard form also says how tensor parallelism can split
+them, which few plans do (gpt-oss has none).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from galvatron.families.generic.tensor_plan import starred
-from galvatron.families.rules import DividedExperts
+from galvatron.families.generic.tensor_plan import rules_within, starred
+from galvatron.families.rules import AddedBias, DividedExperts, Experts, Rule, Table
 
 __all__ = ["ExpertRules", "find_experts"]
 
@@ -47,7 +48,11 @@ def find_experts(model: nn.Module, blocks: Sequence[str], kinds: Sequence[str]) 
     except _NoExpertParallelism as reason:
         return ExpertRules(refused=str(reason))
     return ExpertRules(
-        blocks={kind: replace(own, path=f"block.{own.path}") for kind, own in found.items() if own is not None}
+        blocks={
+            kind: replace(own, path=f"block.{own.path}", split=rules_within("block", own.split))
+            for kind, own in found.items()
+            if own is not None
+        }
     )
 
 
@@ -92,4 +97,29 @@ def _divided(path: str, module: nn.Module, planned: frozenset[str]) -> DividedEx
             raise _NoExpertParallelism(
                 f"{path}.{name} of shape {list(own.shape)} is no parameter with {count} experts along its first dim"
             )
-    return DividedExperts(path, count, tuple(name for name, _ in module.named_parameters()))
+    return DividedExperts(path, count, tuple(name for name, _ in module.named_parameters()), _split(path, module))
+
+
+def _split(path: str, module: nn.Module) -> tuple[Rule, ...]:
+    """How TP can split experts in transformers' standard form: the first projections by their outputs, the last by its
+    inputs. Empty: the module does not say how it is made, or a norm needs what it makes whole."""
+    transposed, concatenated = getattr(module, "is_transposed", None), getattr(module, "is_concatenated", None)
+    if transposed is None or concatenated is None or getattr(module, "has_post_expert_norm", False):
+        return ()
+    rules: list[Rule] = [Experts(path)]
+    for name, _ in module.named_parameters():
+        full = f"{path}.{name}"
+        fused = name.startswith("gate_up")
+        form = {"parts": 2 if fused and concatenated else 1, "pairs": fused and not concatenated}
+        match name.removesuffix("_bias").removeprefix("gate_"), name.endswith("_bias"):
+            case "up_proj", True:
+                rules.append(Table(full, 1, **form))
+            case "up_proj", False:
+                rules.append(Table(full, 2 if transposed else 1, **form))
+            case "down_proj", True:
+                rules.append(AddedBias(full))
+            case "down_proj", False:
+                rules.append(Table(full, 1 if transposed else 2))
+            case _:
+                return ()
+    return tuple(rules)

@@ -147,7 +147,7 @@ def _require_linear(path: str, module: nn.Module, style: str) -> None:
 
 
 def divides(layer: Layer, config: Any) -> tuple[int, ...]:
-    """What a degree of TP must divide: attention heads, and what is gathered or of which a part is taken."""
+    """What a degree of TP must divide: attention heads, what is gathered or of which a part is taken, and pairs."""
     found: dict[int, None] = {}
     for rule in layer.rules:
         if isinstance(rule, Columns) and rule.heads is not None:
@@ -162,6 +162,8 @@ def divides(layer: Layer, config: Any) -> tuple[int, ...]:
             found[_linear(layer, rule.path).out_features] = None
         elif isinstance(rule, Rows) and rule.takes_whole:
             found[_linear(layer, rule.path).in_features] = None
+        elif isinstance(rule, Table) and rule.pairs:
+            found[rule.features(layer.get_parameter(rule.path).shape[rule.dim])] = None
     if any(isinstance(rule, Rows) for rule in layer.rules):
         # Ranks with more features than others would draw more random numbers (dropout), and then others than they.
         for rule in layer.rules:

@@ -47,33 +47,50 @@ class TensorRules:
         belong together may mislead a guess in one of the two."""
         return not self.guessed or self._outlines() <= others._outlines()
 
-    def beside(self, experts: Mapping[str, DividedExperts]) -> TensorRules:
-        """The rules without those of kinds whose experts they leave whole: what is split of such a layer does not
-        matter, and the planner divides experts by TP with the rest of it."""
+    def _beside(self, experts: Mapping[str, DividedExperts]) -> TensorRules:
+        """The rules with those of experts that they leave whole, where their form says how to split them. Kinds whose
+        experts stay whole have none: what else is split of such a layer does not matter, and the planner divides
+        experts by TP with the rest of it."""
 
         def splits(kind: str, rules: tuple[Rule, ...]) -> bool:
             own = experts.get(kind)
             tables = {rule.path for rule in rules if isinstance(rule, Table)}
             return own is None or any(f"{own.path}.{name}" in tables for name in own.parameters)
 
-        blocks = {kind: rules if splits(kind, rules) else () for kind, rules in self.blocks.items()}
+        whole = {kind for kind, rules in self.blocks.items() if rules and not splits(kind, rules)}
+        blocks = {
+            kind: rules if kind not in whole else (*rules, *experts[kind].split) if experts[kind].split else ()
+            for kind, rules in self.blocks.items()
+        }
         if not any(blocks.values()):
             return TensorRules(refused=self.refused)
-        return replace(self, blocks=blocks, divisible=frozenset(kind for kind in self.divisible if blocks[kind]))
+        return replace(
+            self,
+            blocks=blocks,
+            divisible=self.divisible - whole,
+            guessed=self.guessed or any(blocks[kind] for kind in whole),
+        )
 
     def _outlines(self) -> set[frozenset[Rule]]:
         """The rules of each kind without its sizes."""
         return {frozenset(map(_without_sizes, rules)) for rules in self.blocks.values() if rules}
 
 
-def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: Sequence[Call]) -> TensorRules:
-    """The rules of each kind of block; ``calls``: how the blocks are called."""
+def find_rules(
+    model: nn.Module,
+    anatomy: Anatomy,
+    kinds: Sequence[str],
+    calls: Sequence[Call],
+    experts: Mapping[str, DividedExperts],
+) -> TensorRules:
+    """The rules of each kind of block; ``calls``: how the blocks are called; ``experts``: those of kinds that have
+    some, with paths in their layers."""
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     try:
         found = {kind: block_rules(model, anatomy.name(index)) for kind, index in first.items()}
     except NoTensorParallelism as reason:
         return TensorRules(refused=str(reason))
-    runs = {kind: _Run(model, anatomy, calls[index]) for kind, index in first.items()}
+    runs = {kind: _Run(model, anatomy, calls[index], experts.get(kind)) for kind, index in first.items()}
     said = dict(found)
     if not any(said.values()):
         found = {kind: tuple(chain(*run.found())) for kind, run in runs.items()}
@@ -89,7 +106,7 @@ def find_rules(model: nn.Module, anatomy: Anatomy, kinds: Sequence[str], calls: 
         if run.divisible(found[kind]):
             divisible.add(kind)
     layers = {kind: rules_within("block", own) for kind, own in found.items()}
-    return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)
+    return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)._beside(experts)
 
 
 def _gathered(rules: tuple[Rule, ...]) -> set[str]:
@@ -117,8 +134,10 @@ def _without_sizes(rule: Rule) -> Rule:
 class _Run:
     """A block on the meta device."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, call: Call, experts: DividedExperts | None) -> None:
         block: nn.Module = without_weights(model.get_submodule(anatomy.name(call.block)))
+        if experts is not None:  # a loop over experts looks at values
+            block.get_submodule(experts.path.removeprefix("block.")).forward = _weighted
         self._block = block.to("meta").float().eval()  # as calls are noted, whatever type the model has
         self._call = Call(call.block, *to_meta((call.args, call.kwargs)))
         self._segment = anatomy.segment(call.block)
@@ -163,6 +182,11 @@ class _Run:
         except Exception:  # of whatever kind, as above
             return False
         return True
+
+
+def _weighted(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Stands for experts: made of all that they are made of, and of its shape."""
+    return hidden * weights.sum(-1, keepdim=True)
 
 
 def _in_regions(rules: tuple[Rule, ...]) -> bool:

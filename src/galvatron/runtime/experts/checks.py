@@ -6,7 +6,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, Strategy, degree_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.layer import LayeredModel
-from galvatron.families.rules import Summed
+from galvatron.families.rules import AddedBias, Summed
 from galvatron.runtime.experts.dispatch import expert_tables
 
 __all__ = ["check_experts"]
@@ -28,10 +28,12 @@ def check_experts(layered: LayeredModel, index: int, field: str, strategy: Strat
         raise InvalidInput(f"{given} that divide them {degree} ways, which must divide their number {experts.count}")
     tensor = strategy.expert_factors(Kind.TP)
     if tensor and expert_tables(layer, experts) is None:
-        raise InvalidInput(
-            f"{given} with tp, but transformers' plan for this model does not say how to split {experts.path}; leave "
-            "tp out of the experts' axes"
+        reason = (
+            f"{experts.path} has a bias that tp cannot split"
+            if any(isinstance(rule, AddedBias) for rule in experts.split)
+            else f"transformers' plan for this model does not say how to split {experts.path}"
         )
+        raise InvalidInput(f"{given} with tp, but {reason}; leave tp out of the experts' axes")
     summed = [rule.path for rule in layer.rules if isinstance(rule, Summed)]
     around = [path for path in summed if experts.path.startswith(f"{path}.")]
     if strategy.factors(Kind.TP) and around:

@@ -19,6 +19,7 @@ from galvatron.families.given import has_hooks
 from galvatron.families.layer import CrossEntropy, Layer
 from galvatron.families.lora import Adapter, adapter_of
 from galvatron.families.rules import (
+    AddedBias,
     Attribute,
     Columns,
     Experts,
@@ -97,6 +98,8 @@ def split(
                 splitter.loss(rule)
             case Experts():
                 splitter.experts(rule)
+            case AddedBias():
+                splitter.added_bias(rule)
             case SharedKey():
                 splitter.shared_key(rule)
             case Summed():
@@ -109,7 +112,7 @@ def split(
         elif isinstance(rule, Whole):
             splitter.whole(rule)
     splitter.readers()
-    inside = tuple(f"{rule.path}." for rule in rules if isinstance(rule, PartialGradients))
+    inside = tuple(f"{rule.path}." for rule in rules if isinstance(rule, PartialGradients | AddedBias))
     names = dict(layer.named_parameters())
     adapters = {id(own) for own in splitter.partial}
     return SplitParameters(
@@ -244,6 +247,11 @@ class _Splitter:
         module.register_forward_pre_hook(enter, with_kwargs=True)
         self.summed(Summed(rule.path))
 
+    def added_bias(self, rule: AddedBias) -> None:
+        owner, _, name = rule.path.rpartition(".")
+        module = self.layer.get_submodule(owner)
+        module.__class__ = _with_share(type(module), name, self.tensor.degree)
+
     def shared_key(self, rule: SharedKey) -> None:
         group = self.tensor.group
 
@@ -317,6 +325,23 @@ class _Splitter:
         local = cut(self.layer, name, made)
         self.splits[local] = made
         return local
+
+
+def _with_share(kind: type[nn.Module], name: str, degree: int) -> type[nn.Module]:
+    """A kind of module whose forward reads this rank's share of a parameter; all others (FSDP2) the parameter."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._adds = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self._adds = False
+
+    def read(self: Any) -> Tensor:
+        own: Tensor = self._parameters[name]
+        return own / degree if self._adds else own
+
+    return type(kind.__name__, (kind,), {"_adds": False, "forward": forward, name: property(read)})
 
 
 def cut(layer: Layer, name: str, split: TensorSplit) -> nn.Parameter:
