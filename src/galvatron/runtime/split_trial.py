@@ -7,7 +7,7 @@ two and no other process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +50,24 @@ def split_problems(model: nn.Module, training: Training, rules: TensorRules) -> 
     return (split_difference(model, training, rules) if divided is not None and sequence else divided), divided
 
 
+_TRIED: dict[Hashable, str | None] = {}
+"""What came out in this process; a model is described, planned and checked in one."""
+
+
 def split_difference(
     model: nn.Module, training: Training, rules: TensorRules | None = None, *, sequence: bool = False
 ) -> str | None:
     """Why tensor parallelism (with sequence parallelism where layers allow it) must not be used; None: it may be.
     ``rules``: the model's own, where they may not be those of a tiny copy."""
+    config = getattr(model, "config", None)  # all that a tiny copy is made of
+    own = None if rules is None else (tuple(rules.blocks.items()), rules.divisible, rules.guessed)
+    key = type(model), repr(config and sorted(vars(config).items(), key=str)), training, own, sequence
+    if key not in _TRIED:
+        _TRIED[key] = _tried(model, training, rules, sequence=sequence)
+    return _TRIED[key]
+
+
+def _tried(model: nn.Module, training: Training, rules: TensorRules | None, *, sequence: bool) -> str | None:
     cpu = torch.device("cpu")
     with restored(cpu), torch.enable_grad():
         try:

@@ -110,12 +110,12 @@ def _split(path: str, module: nn.Module) -> tuple[Rule, ...]:
     for name, _ in module.named_parameters():
         full = f"{path}.{name}"
         fused = name.startswith("gate_up")
-        form = {"parts": 2 if fused and concatenated else 1, "pairs": fused and not concatenated}
+        parts, pairs = 2 if fused and concatenated else 1, fused and not concatenated
         match name.removesuffix("_bias").removeprefix("gate_"), name.endswith("_bias"):
             case "up_proj", True:
-                rules.append(Table(full, 1, **form))
+                rules.append(Table(full, 1, parts, pairs))
             case "up_proj", False:
-                rules.append(Table(full, 2 if transposed else 1, **form))
+                rules.append(Table(full, 2 if transposed else 1, parts, pairs))
             case "down_proj", True:
                 rules.append(AddedBias(full))
             case "down_proj", False:

@@ -7,7 +7,7 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from galvatron.families.build import without_weights
+from galvatron.families.generic.alike import outline_of
 from galvatron.families.generic.found_rules import found_rules, parents
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import LOOKS, Call, on_meta, to_meta
@@ -76,6 +77,10 @@ class TensorRules:
         return {frozenset(map(_without_sizes, rules)) for rules in self.blocks.values() if rules}
 
 
+_FOUND: dict[Hashable, TensorRules] = {}
+"""Of blocks that were watched in this process: one description of a model builds five copies."""
+
+
 def find_rules(
     model: nn.Module,
     anatomy: Anatomy,
@@ -87,11 +92,25 @@ def find_rules(
     some, with paths in their layers."""
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     try:
-        found = {kind: block_rules(model, anatomy.name(index)) for kind, index in first.items()}
+        said = {kind: block_rules(model, anatomy.name(index)) for kind, index in first.items()}
     except NoTensorParallelism as reason:
         return TensorRules(refused=str(reason))
-    runs = {kind: _Run(model, anatomy, calls[index], experts.get(kind)) for kind, index in first.items()}
-    said = dict(found)
+    outlines = {
+        kind: outline_of(model.get_submodule(anatomy.name(index)), calls[index]) for kind, index in first.items()
+    }
+    segments = [replace(anatomy.segment(index), blocks="", first=0, extra=None) for index in first.values()]
+    key = tuple(
+        (kind, outlines[kind], said[kind], experts.get(kind), own) for kind, own in zip(first, segments, strict=True)
+    )
+    if key not in _FOUND or None in outlines.values():
+        runs = {kind: _Run(model, anatomy, calls[index], experts.get(kind)) for kind, index in first.items()}
+        _FOUND[key] = _watched(runs, said)._beside(experts)
+    return _FOUND[key]
+
+
+def _watched(runs: Mapping[str, _Run], said: Mapping[str, tuple[Rule, ...]]) -> TensorRules:
+    """What runs of the kinds of blocks show, beside what transformers' plan says of them."""
+    found = dict(said)
     if not any(said.values()):
         found = {kind: tuple(chain(*run.found())) for kind, run in runs.items()}
     elif any(map(_gathered, said.values())):
@@ -106,7 +125,7 @@ def find_rules(
         if run.divisible(found[kind]):
             divisible.add(kind)
     layers = {kind: rules_within("block", own) for kind, own in found.items()}
-    return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)._beside(experts)
+    return TensorRules(blocks=layers, divisible=frozenset(divisible), guessed=guessed)
 
 
 def _gathered(rules: tuple[Rule, ...]) -> set[str]:
