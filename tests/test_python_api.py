@@ -56,7 +56,12 @@ def test_what_an_option_cannot_be_is_said(given: dict[str, Any], said: str) -> N
 
 @pytest.mark.parametrize(
     ("model", "cluster", "said"),
-    [(None, "cpu-4", "model: None given"), (3, "cpu-4", "model: 3 given"), ("bert-tiny", None, "cluster: None given")],
+    [
+        (None, "cpu-4", "model: None given"),
+        (3, "cpu-4", "model: 3 given"),
+        ("", "cpu-4", "model: '' given"),
+        ("bert-tiny", None, "cluster: None given"),
+    ],
 )
 def test_no_model_and_no_cluster_are_refused(model: Any, cluster: Any, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
@@ -190,3 +195,45 @@ def measured_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict
     )
     made = plan("bert-tiny", "cpu-4", batch=8, profile=file).to_json()
     return lambda: cast("dict[str, Any]", json.loads(made))
+
+
+@pytest.mark.parametrize("given", [None, 3, ""])
+def test_a_plan_s_file_is_a_path(given: Any) -> None:
+    made = plan("bert-tiny", "cpu-4", batch=8)
+    with pytest.raises(InvalidInput, match=re.escape(f"plan: {given!r} given as its file; expected a name")):
+        made.save(given)
+    if given != "":
+        with pytest.raises(InvalidInput, match="expected a name such as"):
+            galvatron.Plan.load(given)
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (None, "stages: expected a list of stages"),
+        ([None], "stages: expected a list of stages"),
+        (["dp4"], "stages: expected a list of stages"),
+        ([[None] * 4], "stages: None given for a layer; expected a strategy such as 'dp4'"),
+    ],
+)
+def test_what_a_plan_by_hand_cannot_be_is_said(stages: Any, said: str) -> None:
+    request = request_for("bert-tiny", "cpu-4", {"batch": 8})
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        priced(request, stages)
+
+
+def test_numpy_s_numbers_of_micro_batches(tmp_path: Path) -> None:
+    request = request_for("bert-tiny", "cpu-4", {"batch": 8})
+    stages = [["dp4"] * len(request.model.layers)]
+    priced(request, stages, micro_batches=cast("int", np.int64(2))).save(tmp_path / "plan.json")
+    assert galvatron.Plan.load(tmp_path / "plan.json").micro_batches == 2
+
+
+def test_what_is_described_is_a_module_and_a_batch() -> None:
+    describe = cast("Any", galvatron.describe)
+    with pytest.raises(InvalidInput, match="model: 'bert-base' given; expected a torch"):
+        describe("bert-base", None)
+
+
+def test_public_names_alone_are_listed() -> None:
+    assert dir(galvatron) == sorted([*galvatron.__all__, "__version__"])

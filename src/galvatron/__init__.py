@@ -63,7 +63,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

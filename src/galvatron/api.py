@@ -36,7 +36,7 @@ def plan(
     are planned as frozen. Raises :class:`galvatron.Infeasible` with advice when nothing fits.
     """
     setup = checked_setup(setup)
-    if model is None or isinstance(model, int | float):
+    if model is None or model == "" or isinstance(model, int | float):
         raise InvalidInput(f"model: {model!r} given; expected a preset's name ('galvatron models'), a file or a model")
     if hasattr(model, "named_parameters"):
         model = _tuned_as(cast("nn.Module", model), setup)

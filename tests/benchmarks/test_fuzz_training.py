@@ -20,7 +20,7 @@ _DIVIDED = (1, 4, 7, 22, 27, 33)
 """… whose sequences are divided: of some models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
-_ARCHITECTURES = (1001, 1004, 1008)
+_ARCHITECTURES = (1001, 1003, 1006)
 """Cheap ones of any architecture."""
 
 

@@ -62,6 +62,7 @@ def _refused(told: tuple[int, str, str], said: str) -> None:
         ("m.toml", ("models", "FILE")),
         ("config.json", ("models", "FILE")),
         ("p.toml", (*_PLAN, "--profile", "FILE")),
+        ("ds.json", ("price", "bert-base", "--cluster", "a100", "--from", "deepspeed", "FILE")),
         ("r.toml", ("train", "--config", "FILE")),
     ],
 )

@@ -50,6 +50,8 @@ def _changed(case: Case, change: str | None) -> Any:
             model.loss_function = lambda logits, labels, **_: logits.mean()
         case "forward":
             model.forward = lambda **inputs: None
+        case "other projection":
+            blocks[0].mlp.gate_proj = nn.Sequential(blocks[0].mlp.gate_proj)
         case "split hook":
             blocks[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
         case "parameter hook":
@@ -137,6 +139,7 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
         ("loss", "LlamaForCausalLM: its loss_function is _changed.<locals>.<lambda>, which layers do not call"),
         ("given loss", "loss: given, but the plan was made for '"),
         ("forward", "LlamaForCausalLM: its forward was replaced"),
+        ("other projection", "LlamaForCausalLM: model.layers.0 is not as its class made it (its plan in transformers"),
         ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would not run where tensor"),
         ("parameter hook", "model: its parameter model.norm.weight has a hook, which would not run"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron
 from galvatron.core.errors import InvalidInput
@@ -87,6 +89,11 @@ def _habits(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> dict[
         "muon": _said(lambda: _step_of_muon(model)),
         "lbfgs": _said(lambda: lbfgs.step(lambda: 0.0)),
         "adam": _said(lambda: torch.optim.Adam(model.parameters()).step()),
+        "save": _said(lambda: torch.save(model, io.BytesIO())),
+        "the model's gradients": _said(lambda: nn.utils.clip_grad_norm_(model, 1.0)),
+        "lists": _said(lambda: model.forward_backward({name: own.tolist() for name, own in batch.items()})),
+        "a number": _said(lambda: model.forward_backward({**batch, "labels": torch.tensor(1)})),
+        "a count": _said(lambda: model.forward_backward({**batch, "num_items_in_batch": torch.tensor(1)})),
     }
     handle = one.register_hook(lambda gradient: gradient)
     said["hook"] = _said(lambda: model.forward_backward(batch))
@@ -115,6 +122,11 @@ def test_what_to_use_instead() -> None:
         "muon": "optimizer: Muon looks at whole tensors, but this rank has [32, 32] of model.embed_tokens.weight",
         "lbfgs": "optimizer: LBFGS looks at the whole model at once",
         "adam": "",
+        "save": "model: one rank's share of it cannot be pickled (torch.save): 'ParallelModel' object has no",
+        "the model's gradients": "model: it is no list of parameters; give model.parameters()",
+        "lists": "batch: 'input_ids' has no rows, because it is a list and no tensor; the plan trains batches of 4 sa",
+        "a number": "batch: 'labels' has no rows, because it is a single number",
+        "a count": "batch: num_items_in_batch given, which no layer reads",
         "hook": "model.embed_tokens.weight: has a hook, which would not run or see a part of the gradient",
         "later hook": "model.embed_tokens.weight: has a hook",
         "no hook": "",
@@ -167,6 +179,53 @@ def test_losses_compare_as_numbers() -> None:
     assert loss == other == 1.5
     assert loss != 2.0
     assert none != none, "the usual test for what is no number"
+
+
+def test_losses_are_taken_for_tensors() -> None:
+    """By PyTorch's functions, in lists too, and by methods."""
+    loss: Any = PendingLoss(torch.tensor([1.5, 7.0], dtype=torch.float64), None)
+    assert not torch.isnan(loss)
+    assert torch.equal(torch.stack([loss, loss]), torch.tensor([1.5, 1.5], dtype=torch.float64))
+    assert torch.add(torch.ones(2), loss, alpha=2).tolist() == [4.0, 4.0]
+    assert loss.cpu().numpy() == loss.to(torch.float32) == loss.clone() == 1.5
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = loss.colour
+
+
+def _frozen_first_stage(plan: galvatron.Plan, content: dict[str, Any], given: list[dict[str, Tensor]]) -> Any:
+    """On a rank: the optimizer of most scripts, of what trains; on the first rank nothing does."""
+    model = galvatron.parallelize(_frozen(content), plan, device="cpu", dtype=torch.float64)
+    optimizer = torch.optim.AdamW([own for own in model.parameters() if own.requires_grad], lr=1e-2, eps=1e-3)
+    for batch in given:
+        model.forward_backward(batch)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.whole_parameters())
+
+
+def _frozen(content: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    made: Any = GPT2LMHeadModel(GPT2Config(**content))
+    made.transformer.requires_grad_(False)
+    made.transformer.h[-1].requires_grad_(True)
+    return made.train()
+
+
+def test_an_optimizer_of_what_trains_where_nothing_does() -> None:
+    content = config("gpt2", tie_word_embeddings=False)
+    case = Case(config=content, stages=[["single"] * 2, ["single"] * 2], batch=4, micro_batches=2, steps=2)
+    alone, given = _frozen(content).double(), batches(case)
+    optimizer = torch.optim.AdamW([own for own in alone.parameters() if own.requires_grad], lr=1e-2, eps=1e-3)
+    for batch in given:
+        logits = alone(**{name: own for name, own in batch.items() if name != "labels"}).logits[:, :-1]
+        torch.autograd.backward(nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()))
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks(2).run(_frozen_first_stage, plan_for(case), content, given):
+        for name, expected in alone.named_parameters():
+            torch.testing.assert_close(found[name], expected.detach(), rtol=1e-6, atol=1e-8)
 
 
 def test_moments_in_bf16_refuse_what_they_do_not_have() -> None:

@@ -178,3 +178,32 @@ def test_batches_that_differ_between_ranks_are_noticed(change: str, says: str | 
         assert found is None, "nobody else reads that sample"
     else:
         assert (found is None) if says is None else says in found
+
+
+def _later(plan: galvatron.Plan, kind: str) -> list[str | None]:
+    """What reading each of three losses says, where rank 1 is given other batches from the second on."""
+    model = galvatron.parallelize(None, plan, device="cpu")
+    read = model.evaluate if kind == "evaluated" else model.forward_backward
+    said: list[str | None] = []
+    for step in range(3):
+        seed = step if kind == "same" or step == 0 else 10 * step + torch.distributed.get_rank()
+        ids = torch.randint(60, (plan.batch, 8), generator=torch.Generator().manual_seed(seed))
+        loss = read({"input_ids": ids, "labels": ids.clone()})
+        try:
+            float(loss)
+            said.append(None)
+        except Unequal as error:
+            said.append(str(error))
+            float(loss)  # once is enough
+    return said
+
+
+@pytest.mark.parametrize("stages", [[["dp2"] * 4], [["single"] * 2] * 2])
+@pytest.mark.parametrize("kind", ["trained", "evaluated", "same"])
+def test_later_batches_that_differ_are_noticed_with_the_loss(kind: str, stages: list[list[str]]) -> None:
+    """A loader whose second epoch is shuffled differently on each rank."""
+    for first, *others in ranks(2).run(_later, plan_for(_case(stages)), kind):
+        assert first is None
+        for said in others:
+            assert (said is None) == (kind == "same")
+            assert said is None or said.startswith("batch: ranks were given batches with different labels")

@@ -70,10 +70,6 @@ def _content(given: str) -> str:
     """The layout's text, from a file where one is named."""
     if given.lstrip().startswith(("-", "{")):
         return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise InvalidInput(
-            f"from: cannot read {given!r}: {reason}; expected flags, or a file that holds them"
-        ) from None
+    from galvatron.core.files.reader import read_text
+
+    return read_text(Path(given), "a layout's options, or a file of them")

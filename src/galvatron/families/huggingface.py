@@ -45,8 +45,10 @@ def content_of_text(text: str, file: str) -> dict[str, Any]:
     """The content of such a file, from its text; ``file`` is its name in errors."""
     try:
         content = json.loads(text)  # NaN passes, so that the error names the field that holds it
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidInput(f"{file}: is not JSON ({error}); expected a Hugging Face configuration") from None
+    except RecursionError:
+        raise InvalidInput(f"{file}: is nested too deep to be read; expected a Hugging Face configuration") from None
     if not isinstance(content, dict):
         raise InvalidInput(f"{file}: holds a {type(content).__name__}; expected an object with a field model_type")
     return content

@@ -65,6 +65,10 @@ def describe(
     ``batch``, ``loss`` and ``inputs``: as for :func:`galvatron.parallelize`. ``training``: how it is trained, or its
     precision alone ("bf16"). The model may be on the meta device.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model: {model!r} given; expected a torch.nn.Module, such as a stock model")
+    if batch is None:
+        raise InvalidInput("batch: None given; expected one such as the model trains on, with its labels")
     if isinstance(training, str):
         if training not in [*Precision]:
             raise InvalidInput(f"precision: {training!r} given; expected one of {', '.join(Precision)}")

@@ -24,7 +24,8 @@ def defaults_if_unset(**more: str) -> Mapping[str, str]:
 
 def quiet() -> None:
     """Let libraries not say what no user could mend: torchao, which transformers imports where it is installed."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def settle() -> None:

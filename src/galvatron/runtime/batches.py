@@ -13,7 +13,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.context import ContextMask, given_mask, sliced
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.runtime.layout.portions import Portion, Portions
-from galvatron.runtime.same_batches import BatchFigures, figures_of
+from galvatron.runtime.same_batches import BatchFigures, figures_of, mark_of
 from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
@@ -50,6 +50,7 @@ class LocalBatch:
         micro_batches: Sequence[MicroBatch],
         targets: int,
         shapes: dict[str, tuple[int, ...]],
+        mark: Tensor,
         figures: BatchFigures | None = None,
     ) -> None:
         self.micro_batches = micro_batches
@@ -57,6 +58,8 @@ class LocalBatch:
         """Of the whole batch."""
         self.shapes = shapes
         """Of one sample of each input."""
+        self.mark = mark
+        """The same on all ranks if they were given the same labels."""
         self.figures = figures
         """By which the whole batch is compared with that of other ranks, where it is to be."""
 
@@ -88,19 +91,19 @@ class Reader:
         """This rank's part of a whole batch; all ranks are given the same one. ``compared``: see whether they were."""
         expected = self._portions.rows * self._micro_batches
         batch = self._layered.by_rows(batch)
-        for name, tensor in batch.items():
-            if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
-                given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else repr(tensor)
-                raise InvalidInput(
-                    f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
-                    f"({self._micro_batches} micro-batches of {self._portions.rows}), the same on every rank"
-                )
         unknown = sorted(batch.keys() - self._taken)
         if unknown:
             raise InvalidInput(
                 f"batch: {', '.join(unknown)} given, which no layer reads, so that it would be ignored; expected "
                 f"{', '.join(sorted(self._taken))}: leave it out"
             )
+        for name, tensor in batch.items():
+            if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
+                given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else _kind(tensor)
+                raise InvalidInput(
+                    f"batch: {name!r} has {given}; the plan trains batches of {expected} samples "
+                    f"({self._micro_batches} micro-batches of {self._portions.rows}), the same on every rank"
+                )
         missing = self._layered.required - batch.keys()
         if missing:
             raise InvalidInput(
@@ -111,7 +114,7 @@ class Reader:
             self.check_shapes(tuple(shapes.items()))
         parts = [self._part(batch, number) for number in range(self._micro_batches)]
         figures = figures_of(batch, self.rows_read()) if compared else None
-        return LocalBatch(parts, self._layered.targets(batch), shapes, figures)
+        return LocalBatch(parts, self._layered.targets(batch), shapes, mark_of(batch), figures)
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""
@@ -149,6 +152,12 @@ class Reader:
         separates = "position_ids" in rows and own.separates_documents()
         groups = self.context_groups(portion)
         return sliced(rows, tokens, groups, shifts=own.shifts_labels, separates=separates)
+
+
+def _kind(given: object) -> str:
+    if isinstance(given, Tensor):
+        return "no rows, because it is a single number"
+    return f"no rows, because it is a {type(given).__name__} and no tensor"
 
 
 def _none(portion: Portion) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.products import products
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
-from galvatron.runtime.same_batches import compare_batches, compared_here
+from galvatron.runtime.same_batches import check_marks, compare_batches, compared_here
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
@@ -84,6 +84,7 @@ class ParallelModel:
         self.training = True
         """Whether :meth:`forward_backward` drops out, as ``train()`` and ``eval()`` say."""
         self._hooks = [hooks_of(local.master) for local in self.locals]
+        self._nothing = nn.Parameter(torch.empty(0, device=self.device, dtype=self._dtype))
         self._places = {name: place for place, name in enumerate(self._shapes)}
         self._parts_in_loss: tuple[list[str], Tensor] | None = None
         watch(self)
@@ -104,6 +105,14 @@ class ParallelModel:
             "model: one rank's share of it cannot be copied (copy.deepcopy, AveragedModel); to average weights, keep "
             "copies of model.parameters() and update these after each step"
         )
+
+    def __reduce__(self) -> Any:
+        """Refused, for ``torch.save(model)``."""
+        raise InvalidInput(f"model: one rank's share of it cannot be pickled (torch.save): {advice('state_dict')}")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refused, for functions that take parameters."""
+        raise InvalidInput("model: it is no list of parameters; give model.parameters()")
 
     def train(self, mode: bool = True) -> ParallelModel:
         """Drop out in training, which is how it starts; False: do not."""
@@ -138,8 +147,12 @@ class ParallelModel:
             yield local.name, local.master
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """The same without names. Where nothing on this rank trains (its stage is frozen), an empty one follows:
+        optimizers of what trains, which scripts make on all ranks, refuse to be given nothing."""
         for _, parameter in self.named_parameters():
             yield parameter
+        if not any(local.trained for local in self.locals):
+            yield self._nothing
 
     def optimizer(
         self, kind: Callable[..., Optimizer] | None = None, *, decay_vectors: bool = True, **options: Any
@@ -232,7 +245,7 @@ class ParallelModel:
         for parameter, exchange in self._exchanges:
             if parameter.master.grad is not None:
                 exchange(parameter.master.grad)
-        mean = self._mean(loss, self._came())
+        mean = self._mean(loss, local.mark, self._came())
         self._drop_gradients_of_none(mean)
         for parameter, gradient in earlier:
             parameter.master.grad = gradient if parameter.master.grad is None else parameter.master.grad.add_(gradient)
@@ -307,13 +320,25 @@ class ParallelModel:
             self._pipeline.stage.train(self.training)
             for unit in self._units:
                 unit.end_evaluation()
-        return self._mean(loss)
+        return self._mean(loss, local.mark)
 
-    def _mean(self, loss: Tensor | None, others: Tensor | None = None) -> PendingLoss:
-        """Put the last stage's sums together; ``others`` are summed over ranks in the same message."""
-        totals = torch.zeros(1 + (0 if others is None else len(others)), device=self.device, dtype=torch.float64)
+    def _mean(self, loss: Tensor | None, mark: Tensor, others: Tensor | None = None) -> PendingLoss:
+        """Put the last stage's sums together; ``others`` are summed over ranks in the same message, as is what tells
+        whether all were given the same labels."""
+        count = 0 if others is None else len(others)
+        totals = torch.zeros(1 + count + 2, device=self.device, dtype=torch.float64)
         if loss is not None:
             totals[0] += loss.double() / self._loss_replicas
         if others is not None:
-            totals[1:] = others
-        return PendingLoss(totals, dist.all_reduce(totals, async_op=True) if dist.get_world_size() > 1 else None)
+            totals[1:-2] = others
+        ranks = dist.get_world_size()
+        if ranks == 1 or not compared_here():
+            return PendingLoss(totals[:-2], dist.all_reduce(totals, async_op=True) if ranks > 1 else None)
+        totals[-2:].fill_(mark)  # by value where it is on the CPU: a copy would wait for the GPU
+        totals[-1] *= totals[-2]
+
+        def check(sums: Tensor) -> None:
+            total, squares = sums[-2:].tolist()
+            check_marks(total, squares, ranks)
+
+        return PendingLoss(totals, dist.all_reduce(totals, async_op=True), check)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime.collectives import finish
@@ -17,12 +19,14 @@ class PendingLoss:
     """A number that may still be under way: ``float(loss)``, ``loss.item()``, formatting and arithmetic wait for it.
 
     No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
-    last ones could already update their weights, so it is best read after the optimizer's step.
+    last ones could already update their weights, so it is best read after the optimizer's step. PyTorch's functions and
+    methods take it as the tensor that it stands for.
     """
 
-    def __init__(self, totals: Tensor, work: dist.Work | None) -> None:
-        """``totals``: the loss, and what else is summed with it; ``work``: the sum over ranks that they are part of."""
-        self._totals, self._work = totals, work
+    def __init__(self, totals: Tensor, work: dist.Work | None, check: Callable[[Tensor], None] | None = None) -> None:
+        """``totals``: the loss, and what else is summed with it; ``work``: the sum over ranks that they are part of;
+        ``check``: called with the sums when they are first read."""
+        self._totals, self._work, self._check = totals, work, check
 
     def tensor(self) -> Tensor:
         """The value as a tensor on the model's device; computing with it waits on the device, not here."""
@@ -30,7 +34,7 @@ class PendingLoss:
 
     def others(self) -> list[float]:
         """What else was summed."""
-        return [float(value) for value in self._summed()[1:].tolist()]
+        return [float(value) for value in self._checked()[1:].tolist()]
 
     def _summed(self) -> Tensor:
         if self._work is not None:
@@ -38,8 +42,26 @@ class PendingLoss:
             self._work = None
         return self._totals
 
+    def _checked(self) -> Tensor:
+        totals = self._summed()
+        if self._check is not None:
+            check, self._check = self._check, None
+            check(totals)
+        return totals
+
     def item(self) -> float:
-        return float(self.tensor())
+        return float(self._checked().reshape(-1)[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"'PendingLoss' object has no attribute {name!r}; .tensor() has the value as a tensor")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by PyTorch where one of its functions is given such a loss."""
+        args, kwargs = tree_map_only(PendingLoss, PendingLoss.tensor, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def detach(self) -> PendingLoss:
         """Itself: it has no gradient."""

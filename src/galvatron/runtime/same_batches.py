@@ -18,8 +18,10 @@ from galvatron.families.layer import Batch
 from galvatron.runtime import collectives
 from galvatron.runtime.replicas import named_ranks
 
-__all__ = ["BatchFigures", "compare_batches", "compared_here", "figures_of"]
+__all__ = ["BatchFigures", "check_marks", "compare_batches", "compared_here", "figures_of", "mark_of"]
 
+_MARKS = 65521
+"""How many: the square of a thousand ranks' sum is still a whole number in fp64."""
 _TOLERANCE = 1e-3
 """Of the norm of a sample in floating point: kernels of different devices may round differently."""
 
@@ -76,6 +78,23 @@ _ADVICE = (
     "give every rank the same whole batch, of which it takes its part itself: seed the data loader alike on all ranks, "
     "and use no DistributedSampler"
 )
+
+
+def mark_of(batch: Batch) -> Tensor:
+    """A whole number for the labels, which every rank has whole: other labels have another one, nearly always. It costs
+    so little that ranks compare it with each loss."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return torch.zeros((), dtype=torch.float64)
+    flat = labels.detach().flatten().long()
+    places = torch.arange(flat.numel(), device=flat.device) % 1021 + 1
+    return ((flat * places).sum() % _MARKS).double()
+
+
+def check_marks(total: float, squares: float, ranks: int) -> None:
+    """Raise :class:`Unequal` where the sums of all ranks' marks and of their squares show that not all are equal."""
+    if total * total != squares * ranks:
+        raise Unequal(f"batch: ranks were given batches with different labels in this iteration; {_ADVICE}")
 
 
 def _different(figures: Tensor, *, exact: bool) -> tuple[list[int], list[int]]:

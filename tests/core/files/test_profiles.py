@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import galvatron
 import galvatron.core.files
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile, load_profile, profile_names
@@ -157,3 +159,43 @@ def test_what_no_file_may_say_is_not_written() -> None:
     profile = load_profile("titan-rtx-bert-huge")
     with pytest.raises(InvalidInput, match=r"profile 'titan-rtx-bert-huge': layers\[0\]\.forward"):
         dump_profile(replace(profile, times=(replace(profile.times[0], forward_s=0.0),)))
+
+
+def _with(tmp_path: Path, **figures: int) -> Path:
+    """A profile of the encoder that somebody wrote."""
+    lines = [f"{name} = {value}" for name, value in figures.items()]
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(['name = "mine"', "[[layers]]", 'layer = "encoder"', 'forward = "2ms"', *lines]))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"parameters": 7_087_872}, ""),
+        ({"parameters": 7_087_872, "flops": 8_100_000_000}, ""),
+        ({"parameters": 7_087_873}, "measured with 'encoder' of 7,087,873 parameters; that of bert-base has 7,087,872"),
+        ({"flops": 3_900_000_000}, "'encoder' of 3,900,000,000 operations a sample; that of bert-base has 8,05"),
+    ],
+)
+def test_a_profile_of_another_layer_is_refused(tmp_path: Path, figures: dict[str, int], said: str) -> None:
+    file = str(_with(tmp_path, **figures))
+    if not said:
+        assert galvatron.plan("bert-base", "titan-rtx-8", batch=8, profile=file).profile is not None
+        return
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        galvatron.plan("bert-base", "titan-rtx-8", batch=8, profile=file)
+
+
+def test_the_paper_s_profiles_are_of_its_models_alone() -> None:
+    """ViT-Huge's encoder has as many parameters as BERT-Huge's, but fewer tokens."""
+    for other in ("bert-base", "bert-huge-32"):
+        with pytest.raises(InvalidInput, match="profile 'titan-rtx-vit-huge' was measured with 'encoder' of"):
+            galvatron.plan(other, "titan-rtx-8", batch=8, profile="titan-rtx-vit-huge")
+    assert galvatron.plan("vit-huge-48", "titan-rtx-8", batch=8, profile="titan-rtx-vit-huge").profile is not None
+
+
+def test_a_profile_that_does_not_say_whose_it_is_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    galvatron.plan("bert-base", "titan-rtx-8", batch=8, profile=str(_with(tmp_path)))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("profile 'mine' does not say which layers it has times of")

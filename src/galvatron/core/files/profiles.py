@@ -49,6 +49,8 @@ _TIMES = Table(
     LayerTime,
     (
         _LAYER,
+        Key("parameters", "parameters", whole(0, 2**60), "of the layer that was measured; others are refused"),
+        Key("flops", "forward_flops", whole(0, 2**60), "operations of one sample's forward; the same"),
         Key("forward", "forward_s", SECONDS.between("1ns", "1000s"), "forward time of one sample, such as 2.39ms"),
         Key("backward_ratio", "backward_ratio", number(0.01, 10_000), "backward time over forward time"),
         Key("forward_fixed", "forward_fixed_s", _TIME, "forward time besides that of the samples"),

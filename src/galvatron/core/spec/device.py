@@ -76,6 +76,14 @@ class Device:
                 f"device {self.name!r}: memory_bytes is {self.memory_bytes}; expected from 1 to {MOST_MEMORY_BYTES}"
             )
 
+        for precision in (Precision.FP32, Precision.BF16):
+            rate, peak = getattr(self, f"{precision}_flops_per_s"), self.peak_flops_per_s(precision)
+            if peak is not None and rate is not None and 2 * peak < rate:  # a measured rate may be a bit above
+                raise OutOfRange(
+                    f"device {self.name!r}: {precision}_peak_flops_per_s is {peak:g}, of which its layers would reach "
+                    f"{rate / peak:.0%}; expected the data sheet's rate"
+                )
+
     def flops_per_s(self, precision: Precision) -> float:
         rates = {
             Precision.FP32: self.fp32_flops_per_s,

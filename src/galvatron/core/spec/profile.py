@@ -38,6 +38,10 @@ class LayerTime:
     backward_sharded_s: float = 0.0
     recompute_s: float = 0.0
     """What recomputing the layer takes besides a second forward."""
+    parameters: int | None = None
+    """Of the layer that was measured, so that no other is taken for it; None: nobody says."""
+    forward_flops: int | None = None
+    """Operations of one sample's forward in it, which tells of other lengths; None: nobody says."""
     tp: int = 1
     """Degree of tensor parallelism at which it was measured."""
     sequence_parallel: bool = False
@@ -111,6 +115,9 @@ class ModelProfile:
                 del time["ep"]
             if not time["fused_loss"]:
                 del time["fused_loss"]
+            for name in ("parameters", "forward_flops"):
+                if time[name] is None:
+                    del time[name]
         if not self.grades:
             del facts["grades"]
         return facts

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from galvatron.core.errors import InvalidInput
 from galvatron.families.adapters import (
     causal_mask,
     count_targets,
@@ -20,10 +21,10 @@ from galvatron.families.adapters import (
     stock_children,
 )
 from galvatron.families.context import causal_targets, rotation_by_length
-from galvatron.families.generic.tensor_plan import block_rules, rules_within
+from galvatron.families.generic.tensor_plan import NoTensorParallelism, block_rules, rules_within
 from galvatron.families.given import refuse_own_loss
 from galvatron.families.layer import Activations, Batch, CrossEntropy, Layer, LayeredModel, Tie, Use
-from galvatron.families.rules import Columns, Region, Vocabulary, VocabularyLoss
+from galvatron.families.rules import Columns, Region, Rule, Vocabulary, VocabularyLoss
 
 __all__ = ["ADAPTER", "Llama"]
 
@@ -60,7 +61,7 @@ class _Decoder(Layer):
         rules = (
             Region("block.self_attn"),
             Region("block.mlp", ("x",)),
-            *rules_within("block", block_rules(model, name)),
+            *rules_within("block", _block_rules(model, name)),
         )
         super().__init__("decoder", {"block": (name, model.model.layers[index])}, rules)
 
@@ -71,6 +72,16 @@ class _Decoder(Layer):
     def forward(self, activations: Activations, context: _Context) -> Activations:
         (hidden,) = activations
         return (self.block(hidden, attention_mask=context.mask, position_embeddings=context.rotation),)
+
+
+def _block_rules(model: Any, name: str) -> tuple[Rule, ...]:
+    try:
+        return block_rules(model, name)
+    except NoTensorParallelism as reason:
+        raise InvalidInput(
+            f"{type(model).__name__}: {name} is not as its class made it ({reason}); plan the model as it is, with "
+            "galvatron.plan(galvatron.describe(model, batch), …)"
+        ) from None
 
 
 class _Head(Layer):

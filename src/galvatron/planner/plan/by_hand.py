@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Strategy
@@ -19,8 +20,14 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
     The request must fix the batch. A plan above the budget is priced too (``memory_bytes`` says by how much), but a
     file of it would be refused.
     """
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, Integral) or micro_batches < 1:
         raise InvalidInput(f"micro_batches: {micro_batches!r} given; expected a whole number from 1 on")
+    micro_batches = int(micro_batches)  # numpy's are none that a file may hold
+    if not _is_list(stages) or not all(map(_is_list, stages)):
+        raise InvalidInput(
+            "stages: expected a list of stages, each a list with a strategy for each of its layers, such as "
+            '[["dp4"] * 14]'
+        )
     if request.batch is None or request.batch % micro_batches:
         raise InvalidInput(
             f"batch: {request.batch} given; expected one that divides into {micro_batches} micro-batches"
@@ -33,7 +40,13 @@ def priced(request: Request, stages: Sequence[Sequence[Strategy | str]], *, micr
     return replace(plan, throughput=plan.batch / round(plan.iteration_s * 1e9) * 1e9)
 
 
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
 def _strategy(given: Strategy | str) -> Strategy:
+    if not isinstance(given, Strategy | str):
+        raise InvalidInput(f"stages: {given!r} given for a layer; expected a strategy such as 'dp4' or 'sdp2-tp2'")
     return Strategy.parse(given) if isinstance(given, str) else given
 
 

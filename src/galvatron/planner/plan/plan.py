@@ -35,8 +35,8 @@ class Plan(PlanRecord):
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        if not str(path):
-            raise InvalidInput("plan: its file has no name; expected one such as plan.json")
+        if not isinstance(path, str | Path) or not str(path):
+            raise InvalidInput(f"plan: {path!r} given as its file; expected a name such as plan.json")
         path = Path(path)
         try:
             path.write_text(self.to_json(), encoding="utf-8")
@@ -54,4 +54,6 @@ class Plan(PlanRecord):
         """Read a plan file, or raise :class:`galvatron.InvalidInput` naming file, field, value and remedy."""
         from galvatron.planner.plan.reading import read_plan  # pydantic is only needed to read
 
+        if not isinstance(path, str | Path):
+            raise InvalidInput(f"plan: {path!r} given as its file; expected a name such as plan.json")
         return read_plan(Path(path), Plan)

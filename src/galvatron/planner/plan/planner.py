@@ -95,9 +95,10 @@ class Request:
                     f"{name.replace('_', '-')}: {value} given; at most {MOST_SAMPLES} samples are planned"
                 )
         if not self.batches:
+            step = self.batch_step or default_batch_step(self.cluster.devices)
             raise InvalidInput(
-                f"max-batch: {self.max_batch} given, but batches are searched in steps of {self.batch_step}, so there "
-                "is none; give a smaller batch-step or a larger max-batch"
+                f"max-batch: {self.max_batch} given, but batches are searched in steps of {step}, so there is none; "
+                "give a smaller batch-step or a larger max-batch"
             )
         if len(self.batches) > _MOST_BATCHES:
             raise InvalidInput(

@@ -109,6 +109,7 @@ def _check(plan: PlanRecord) -> None:
     _check_space(plan)
     _check_numbers(plan)
     _check_stages(plan, model.layers)
+    _check_times(plan)
 
 
 def _check_space(plan: PlanRecord) -> None:
@@ -199,6 +200,22 @@ def _check_numbers(plan: PlanRecord) -> None:
         raise InvalidInput(
             f"throughput: {plan.throughput} is not batch / iteration_s = {plan.batch} / {plan.iteration_s}"
         )
+
+
+def _check_times(plan: PlanRecord) -> None:
+    """Times of an iteration and of its stages agree."""
+    near = 1e-6 * plan.iteration_s + 2e-9 * plan.micro_batches  # times are whole nanoseconds
+    busy = plan.micro_batches * max((stage.time_s for stage in plan.stages), default=0.0)
+    if busy > plan.iteration_s + near or abs(plan.bubble_s - max(0.0, plan.iteration_s - busy)) > near:
+        raise InvalidInput(
+            f"bubble_s: {plan.bubble_s} is not iteration_s less the micro-batches of the slowest stage = "
+            f"{plan.iteration_s} - {busy}"
+        )
+    for p, stage in enumerate(plan.stages):
+        own = asdict(stage.time)
+        longest = max(own, key=lambda name: own[name])
+        if own[longest] > plan.iteration_s + near or plan.micro_batches * own["compute_s"] > plan.iteration_s + near:
+            raise InvalidInput(f"stages[{p}].time.{longest}: {own[longest]} is more than the iteration has")
 
 
 def _check_stages(plan: PlanRecord, layers: tuple[LayerSpec, ...]) -> None:

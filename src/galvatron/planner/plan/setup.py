@@ -23,7 +23,6 @@ from galvatron.core.spec import (
     Cluster,
     Device,
     Kind,
-    ModelProfile,
     ModelSpec,
     Precision,
     Schedule,
@@ -35,13 +34,14 @@ from galvatron.core.spec import (
 from galvatron.core.spec.limits import Limits
 from galvatron.core.spec.tuning import ALL_LINEAR, Lora
 from galvatron.core.units import parse_bytes, parse_count
-from galvatron.families import load_cluster, load_model, load_profile, paper_profile
+from galvatron.families import load_cluster, load_model
 from galvatron.planner.cost import GALVATRON, PAPER_SYSTEMS
 from galvatron.planner.plan.described import reject_other_training, reject_tuning, reject_uncompiled
 from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_precision, paper_stages_a_micro_batch
 from galvatron.planner.plan.planner import Request
+from galvatron.planner.plan.profiled import profile_for
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
@@ -118,7 +118,7 @@ def request_for(
         schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
-        profile=_profile(setup, model, cluster),
+        profile=profile_for(setup, model, cluster),
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
         stages_a_micro_batch=paper_stages_a_micro_batch(cluster.devices) if paper and most is None else None,
         limits=_limits(setup),
@@ -363,25 +363,6 @@ def _switches(setup: Setup, model: ModelSpec, cluster: Cluster) -> Switches:
         default = replace(default, selective_recompute=False, recompute_but_attention=False)
     said = {name: bool(setup.get(name)) for name in (switch.name for switch in SWITCHES) if setup.get(name) is not None}
     return replace(default, **said)
-
-
-def _profile(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile | None:
-    given = setup.get("profile")
-    if given is not None:
-        profile = load_profile(given)
-        if profile.layers_digest not in ("", model.layers_digest):
-            raise InvalidInput(
-                f"profile {profile.name!r} was measured with other layers than those of {model.name}: of another "
-                "model, precision, length, attention, or compiled or not; measure this with 'galvatron profile model'"
-            )
-        names = [kind.name for kind in model.untuned().kinds]
-        if not any(profile.time_of(name) for name in names):
-            raise InvalidInput(
-                f"profile {profile.name!r} has times for none of the layers of {model.name} ({', '.join(names)}); "
-                "give a profile of this model"
-            )
-        return profile
-    return paper_profile(model, cluster) if setup.get("paper") else None
 
 
 def _chosen(kind: type[_Choice], given: str | None, name: str, default: _Choice) -> _Choice:

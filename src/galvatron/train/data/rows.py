@@ -164,8 +164,10 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 where = f"{path}, line {number}"
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise InvalidInput(f"{where}: is not JSON ({error}); expected an object") from None
+                except RecursionError:
+                    raise InvalidInput(f"{where}: is nested too deep to be read; expected an object") from None
                 if not isinstance(row, dict):
                     raise InvalidInput(f"{where}: is {line.strip()[:40]!r}; expected an object")
                 yield Row(where, row)
