@@ -248,10 +248,15 @@ class StageCosts:
 
     def rest_tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
         """The same without what experts with axes of their own add."""
+        held = self.memory_tables(micro_batch, micro_batches)
+        time = self._rest_costs(micro_batch[..., None, None]).mean_ns(micro_batches[..., None, None])
+        return replace(held, time_ns=np.where(held.time_ns < NEVER, np.maximum(time, 1), NEVER))
+
+    def memory_tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
+        """The same with no more of times than what is possible: 0 or NEVER."""
         micro_batch, micro_batches = micro_batch[..., None, None], micro_batches[..., None, None]
         layers, arrays = self._layers, self._arrays
         precision, conventions = self.cost.model.training.precision, self.cost.conventions
-        time = np.maximum(self._rest_costs(micro_batch).mean_ns(micro_batches), 1)
         samples = micro_batch / arrays.data
         parameters = computation.local_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
         shared = computation.shared_parameters(layers, arrays, tied_here=not self._tied_elsewhere)
@@ -269,7 +274,7 @@ class StageCosts:
             late, then = memory.late_gradient_bytes(saved, weights, micro_batches, layers, arrays, precision)
             states, transient = states - late, transient + then
         return Tables(
-            time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), time, NEVER),
+            time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), 0, NEVER),
             state_bytes=rounded_up(states),
             activation_bytes=rounded_up(saved),
             transient_bytes=rounded_up(transient),

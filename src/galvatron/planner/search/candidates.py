@@ -159,6 +159,12 @@ class Candidates:
             return CandidateTables(plain, None)
         return CandidateTables(plain, self._experts.tables(micro_batch, micro_batches), self._experts.classes)
 
+    def memory_tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
+        """The same without times, where these take most of the work."""
+        if self._experts is not None:
+            return self.tables(micro_batch, micro_batches)
+        return CandidateTables(self.costs.memory_tables(micro_batch, micro_batches), None)
+
     def least_tables(self, micro_batch: Integers, micro_batches: Integers) -> CandidateTables:
         """The same where no choice for experts is dearer than it can be at best: few columns, for bounds."""
         plain = self.costs.tables(micro_batch, micro_batches)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from galvatron.core.spec import GRADIENT_BYTES
 from galvatron.planner.cost import NEVER
 from galvatron.planner.search.least_memory import LeastMemory
-from galvatron.planner.search.outer import Problem, Search
+from galvatron.planner.search.outer import Search
+from galvatron.planner.search.problem import Problem
 
 __all__ = ["Feasibility", "least_budget"]
 
@@ -25,12 +25,6 @@ class Feasibility:
 
     def __init__(self, problem: Problem) -> None:
         self._search = Search(problem)
-        cost = problem.cost
-        kept = cost.optimizer.bytes_per_parameter - GRADIENT_BYTES
-        frozen = cost.model.parameters - cost.model.trained_parameters
-        held = cost.model.trained_parameters * kept + frozen * cost.model.training.precision.bytes
-        self._floor = int(held // cost.cluster.devices)
-        """All devices together hold each state once; a gradient may come late, and what is frozen has no states."""
 
     def can_divide(self, batch: int) -> bool:
         """Whether some strategy can divide the batch, given enough memory."""
@@ -52,7 +46,7 @@ class Feasibility:
         """``enough``: a budget that is good enough; nothing above it counts, and below it nothing better is looked
         for."""
         best = NEVER if enough is None else enough + 1
-        if self._floor >= best:
+        if self._search.problem.floor >= best:
             return None
         found = None
         for degree in self._search.degrees:

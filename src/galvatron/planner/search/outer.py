@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -17,17 +17,18 @@ from typing import TypeVar
 import numpy as np
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import Schedule, Strategy
-from galvatron.planner.cost import NEVER, CostModel, Pace
+from galvatron.core.spec import Strategy
+from galvatron.planner.cost import NEVER, Integers, Pace
 from galvatron.planner.search.bounds import Floats
-from galvatron.planner.search.candidates import Candidates, Prices
+from galvatron.planner.search.candidates import Candidates, CandidateTables, Prices
 from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
 from galvatron.planner.search.layers import Layers
-from galvatron.planner.search.watch import UNWATCHED, OutOfTime, Watch
-from galvatron.planner.space import Space, divisors
+from galvatron.planner.search.problem import Problem
+from galvatron.planner.search.watch import OutOfTime
+from galvatron.planner.space import divisors
 
-__all__ = ["Optimum", "Problem", "Proof", "Search", "most_micro_batches", "search"]
+__all__ = ["Optimum", "Proof", "Search", "search"]
 
 _CHUNK = 1_000_000
 """Table entries priced at once when combinations are bounded."""
@@ -50,38 +51,11 @@ _Best = tuple[int, int, Solved, Combination]
 _Item = TypeVar("_Item")
 _AHEAD, _SMALL = 16, 50_000
 """Combinations priced ahead, and entries of their tables: for small tables numpy takes as long as for one of them."""
+_TablesOf = Callable[[Integers, Integers], CandidateTables]
+_TIGHT = 6
+"""Budgets below so many times what devices hold at least: most combinations do not fit, and need not be priced."""
 _ROUGHLY = 8
 """Combinations tried for a rough plan."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """What is searched."""
-
-    cost: CostModel
-    space: Space
-    schedule: Schedule
-    budget: int
-    """Bytes for tensors on each device."""
-    batches: tuple[int, ...]
-    max_micro_batches: int | None = None
-    stages_a_micro_batch: int | None = None
-    """Deep pipelines may have more than that: one micro-batch for so many stages; None: they may not."""
-    max_micro_batch: int | None = None
-    """Most samples of a micro-batch."""
-    cuts: CutRule = CutRule.EXACT
-    watch: Watch = UNWATCHED
-
-    def most_micro_batches(self, degree: int) -> int | None:
-        """Most micro-batches of a pipeline with so many stages; None: any number."""
-        return most_micro_batches(self.max_micro_batches, self.stages_a_micro_batch, degree)
-
-
-def most_micro_batches(limit: int | None, stages_a_micro_batch: int | None, degree: int) -> int | None:
-    """The limit, or where deep pipelines may have more, one for so many stages if that is more; None: any number."""
-    if limit is None or stages_a_micro_batch is None:
-        return limit
-    return max(limit, degree // stages_a_micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +149,8 @@ class Search:
     def run(self) -> Optimum | None:
         """Combinations in the order of their throughput at best. The first one is bounded more tightly and queued
         again; when its bound is as tight as can be, it is solved."""
+        if self.problem.floor > self.problem.budget:
+            return None
         queue, waiting = self._queue()
         total = sum(count for _, count in waiting.values())
         opened: dict[tuple[int, int, int], Combination] = {}
@@ -325,6 +301,9 @@ class Search:
         """Those of these pairs (batch, micro-batches) that may fit, with a bound on their throughput."""
         candidates = self.candidates_of(degree)
         least = known is _Known.LEAST_PRICES
+        if least and self.problem.budget < _TIGHT * self.problem.floor and candidates.least_size == candidates.size:
+            needed = self.memory_bounds(degree, pairs)
+            pairs = [pair for pair, bytes_ in zip(pairs, needed, strict=True) if bytes_ <= self.problem.budget]
         for chunk in self._chunks(pairs, candidates.least_size if least else candidates.size):
             bounds = self._bounds_of(degree, chunk, least=least)
             for (batch, micro_batches), bound in zip(chunk, bounds.tolist(), strict=True):
@@ -344,22 +323,19 @@ class Search:
         """
         bounds: list[int] = []
         for chunk in self._chunks(pairs, self.candidates_of(degree).size):
-            prices = self._prices(degree, chunk)
+            prices = self._prices(degree, chunk, self.candidates_of(degree).memory_tables)
             memory, transient = prices.memory, prices.transient
             together = memory @ self.layers.total + transient.max(axis=1) + (degree - 1) * transient.min(axis=1)
             needed = np.maximum(-(-together // degree), (memory + transient).max(axis=1))
             bounds += np.minimum(needed, NEVER).tolist()
         return bounds
 
-    def _prices(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool = False) -> Prices:
-        """With as few micro-batches in flight as the last stage holds: no other holds fewer. ``least``: those of
-        experts as if they had the best of every choice."""
+    def _prices(self, degree: int, pairs: Sequence[tuple[int, int]], tables: _TablesOf) -> Prices:
+        """With as few micro-batches in flight as the last stage holds: no other holds fewer."""
         batches = np.array([b for b, _ in pairs])
         micro_batches = np.array([m for _, m in pairs])
         held = np.array([self.problem.schedule.in_flight(degree - 1, degree, m) for _, m in pairs])
-        candidates = self.candidates_of(degree)
-        tables = candidates.least_tables if least else candidates.tables
-        return candidates.prices(tables(batches // micro_batches, micro_batches), held)
+        return self.candidates_of(degree).prices(tables(batches // micro_batches, micro_batches), held)
 
     def _bounds_of(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool) -> Floats:
         """Lower bounds in nanoseconds on the iterations of many combinations of one pipeline degree at once.
@@ -367,7 +343,8 @@ class Search:
         All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
         time of the slowest single layer.
         """
-        prices = self._prices(degree, pairs, least=least)
+        candidates = self.candidates_of(degree)
+        prices = self._prices(degree, pairs, candidates.least_tables if least else candidates.tables)
         transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
