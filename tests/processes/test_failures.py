@@ -35,8 +35,10 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run(processes: int, script: Path, plan: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    script.write_text(_SCRIPT, encoding="utf-8")
+def _run(
+    processes: int, script: Path, plan: Path, content: str = _SCRIPT
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    script.write_text(content, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     begin = time.monotonic()
     done = subprocess.run(
@@ -70,6 +72,28 @@ def test_the_rank_that_failed_is_shown_first_and_all_stop(tmp_path: Path, plan_f
     assert "ValueError: the disk of rank 1 is full" in done.stderr
     position = done.stderr.index("the disk of rank 1 is full")
     assert "Connection" not in done.stderr[:position]
+
+
+_FEWER = """
+import sys, torch, galvatron
+torch.set_num_threads(1)
+plan = galvatron.Plan.load(sys.argv[1])
+model = galvatron.parallelize(None, plan, device="cpu")
+batch = {name: torch.ones(plan.batch, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
+for _ in range(1 + model.rank):
+    float(model.forward_backward(batch))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_with_fewer_batches_is_thought_of(tmp_path: Path, plan_file: Path) -> None:
+    done, _ = _run(2, tmp_path / "train.py", plan_file, _FEWER)
+    assert done.returncode != 0
+    assert "rank 1 failed:" in done.stderr
+    assert (
+        "A rank that this one waited for has ended. If it says no reason of its own, it had fewer batches"
+        in done.stderr
+    )
 
 
 _SESSION = """

@@ -13,7 +13,13 @@ import torch
 from longer import longer
 from oracle import Case, Record, batches, stock_model, trained
 from parity import Trained, cluster_of, difference, run
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+)
 from ranks import ranks
 from safetensors.torch import load_file
 from small_models import config
@@ -128,7 +134,7 @@ def _start(plan: galvatron.Plan, folders: list[Path], batch: dict[str, Tensor]) 
     checkpoints.save(model, model.optimizer(lr=0.1), {}, step=0, wait=True)
     saved = checkpoints.latest()
     if model.rank == 0 and saved is not None:
-        export(saved, alone.with_name("from checkpoint"), adapters=True)
+        export(saved, alone.with_name("from checkpoint"), adapters=True, base=weights)
     return float(model.evaluate(batch))
 
 
@@ -158,8 +164,10 @@ def test_peft_loads_ours_and_we_load_pefts(case: _Saved, tmp_path: Path) -> None
         tmp_path / "merged", output_loading_info=True
     )
     assert not any(report.values()), report
+    with_base = AutoPeftModelForSequenceClassification if case.task == "SEQ_CLS" else AutoPeftModelForCausalLM
+    found = with_base.from_pretrained(str(tmp_path / "from checkpoint")).eval()  # it says itself on which weights
     with torch.no_grad():
-        for model in (again, whole.eval()):
+        for model in (again, whole.eval(), found):
             assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-5)
 
 

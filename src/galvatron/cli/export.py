@@ -35,6 +35,8 @@ def command(
         raise InvalidInput("output: '' given; expected a folder's name")
     saved = find(Path(checkpoint))
     from galvatron.train.checkpoints.export import export
+    from galvatron.train.run_folder import RunFolder
 
-    missing = export(saved, out, adapters=adapters, companions=saved.path.parent.parent / "model-files")
+    run = RunFolder(saved.path.parent.parent)
+    missing = export(saved, out, adapters=adapters, companions=run.companions, base=run.base)
     typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}" + (f"; {missing}" if missing else ""))

@@ -25,6 +25,10 @@ _KEY = "galvatron/failure"
 _SAID = "galvatron/said"
 _GRACE_S = 2.0
 """How long a rank waits for another one to say what is wrong."""
+_ALONE = (
+    "\nA rank that this one waited for has ended. If it says no reason of its own, it had fewer batches (give all ranks "
+    "the same number), or was killed, as the system does where memory runs out."
+)
 _SYMPTOMS = ("connection", "broken pipe", "reset by peer", "socket", "nccl", "gloo", "timed out", "aborted")
 """Words in errors of ranks that are merely cut off from one that failed."""
 
@@ -87,11 +91,11 @@ class _Hook:
         """What the first rank that failed has to say: this one, unless another was there before."""
         mine = f"rank {self._rank} failed:\n{text}"
         try:
-            if symptom:
-                self._appears(_KEY)
+            if symptom and not self._appears(_KEY):
+                mine += _ALONE
             found: bytes = self._store.compare_set(_KEY, "", mine)
         except Exception:  # the store went with rank 0
-            return mine
+            return mine + _ALONE
         return found.decode(errors="replace")
 
     def _end(self, status: int) -> None:

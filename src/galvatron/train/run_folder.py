@@ -95,6 +95,14 @@ class RunFolder:
     def load(self) -> tuple[Plan, Settings]:
         return Plan.load(self.plan_file), Settings.load(self.settings_file)
 
+    @property
+    def base(self) -> Path | None:
+        """The folder with the weights that the run started from; None: it had none, or its settings are gone."""
+        if not self.settings_file.is_file():
+            return None
+        found = Settings.load(self.settings_file).weights
+        return None if found is None else Path(found)
+
     def check_new(self) -> None:
         """A run does not overwrite another one."""
         if self.plan_file.exists():

@@ -136,11 +136,13 @@ class Combination:
     def bound(self, *, few_counts: bool = False) -> float:
         """A lower bound on the iteration: the best cuts when each stage takes only its Lagrangian bound.
 
-        ``few_counts``: quicker, with only two different numbers of micro-batches in flight.
+        ``few_counts``: quicker, with at most two different numbers of micro-batches in flight (one if cuts are fixed).
         """
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
-            stages = [self._bounds(count, ends, widths)[p] for p, count in enumerate(self.in_flight)]
+            held = [min(self.in_flight)] * self.stages if few_counts else list(self.in_flight)
+            bounds = {count: self._bounds(count, ends, widths) for count in set(held)}
+            stages = [bounds[count][p] for p, count in enumerate(held)]
             slowest = max(stages)
             return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
         # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.

@@ -80,8 +80,11 @@ def _projection(name: str) -> str:
     return name
 
 
-def write_adapters(plan: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], out: Path) -> None:
-    """Write adapters to a new folder that ``PeftModel.from_pretrained`` loads."""
+def write_adapters(
+    plan: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], out: Path, base: Path | None = None
+) -> None:
+    """Write adapters to a new folder that ``PeftModel.from_pretrained`` loads. ``base``: the folder of the model that
+    they were trained on, where ``AutoPeftModel`` looks for it."""
     lora, model = lora_of_plan(plan), plan["model"]
     if lora is None:
         raise InvalidInput(f"adapters: {model['name']} was trained without; export the whole model")
@@ -95,6 +98,8 @@ def write_adapters(plan: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]
     config.task_type = task if trains_head(lora, stock) else None  # or peft would look for a head in the file
     config.inference_mode = True
     config.base_model_name_or_path = model["config"].get("_name_or_path") or None
+    if base is not None:
+        config.base_model_name_or_path = str(base.resolve() if base.is_dir() else base)
     found = {
         f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().to("cpu").contiguous()
         for name, tensor in tensors

@@ -39,18 +39,27 @@ _TYPES = {
 """Names of types in safetensors."""
 
 
-def export(checkpoint: Saved, out: str | Path, *, adapters: bool = False, companions: Path | None = None) -> str | None:
+def export(
+    checkpoint: Saved,
+    out: str | Path,
+    *,
+    adapters: bool = False,
+    companions: Path | None = None,
+    base: Path | None = None,
+) -> str | None:
     """Write a checkpoint's weights and configuration to a new folder, checking every byte that is read.
 
-    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does. ``companions``:
-    a folder with the tokenizer and generation settings that go with them. Returns what is missing, for people.
+    Low-rank adapters are merged into the weights; ``adapters``: they alone are written, as peft does, for the model in
+    the folder ``base``. ``companions``: a folder with the tokenizer and generation settings that go with them. Returns
+    what is missing, for people.
     """
     manifest = Manifest.read(checkpoint.path)
     parameters = manifest.parameters
     if adapters:
         lora = lora_of_plan(manifest.plan)
         chosen = {name: own for name, own in parameters.items() if is_exported(name, lora)}
-        write_adapters(manifest.plan, ((name, _whole(checkpoint.path, own)) for name, own in chosen.items()), Path(out))
+        whole = ((name, _whole(checkpoint.path, own)) for name, own in chosen.items())
+        write_adapters(manifest.plan, whole, Path(out), base)
         return None if companions is None else write_companions(companions, Path(out), None)
     tensors = parameters | manifest.buffers
     outlines = {name: (own.shape, getattr(torch, own.dtype)) for name, own in tensors.items()}
