@@ -26,8 +26,8 @@ _SAID = "galvatron/said"
 _GRACE_S = 2.0
 """How long a rank waits for another one to say what is wrong."""
 _ALONE = (
-    "\nA rank that this one waited for has ended. If it says no reason of its own, it had fewer batches (give all ranks "
-    "the same number), or was killed, as the system does where memory runs out."
+    "\nA rank that this one waited for has ended. If it says no reason of its own, it had fewer batches (give all "
+    "ranks the same number), or was killed, as the system does where memory runs out."
 )
 _SYMPTOMS = ("connection", "broken pipe", "reset by peer", "socket", "nccl", "gloo", "timed out", "aborted")
 """Words in errors of ranks that are merely cut off from one that failed."""
