@@ -12,6 +12,7 @@ from torch import nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
+from galvatron.families import build
 from galvatron.families.build import build_meta
 
 
@@ -40,7 +41,7 @@ class _Filled(transformers.LlamaForCausalLM):  # type: ignore[misc]
 
 def test_what_fills_buffers_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what would fill a parameter, which has no memory, is left out."""
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", _Filled)
+    monkeypatch.setattr(vars(build)["transformers"], "LlamaForCausalLM", _Filled)
     model: Any = build_meta(CONFIGS["llama"](), Training())
     assert model.constant.tolist() == [2.0] * 3
     assert model.drawn.min() >= 4

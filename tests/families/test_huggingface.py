@@ -89,7 +89,7 @@ def test_errors_name_file_field_value_and_remedy(
     [
         ("{", "is not JSON"),
         ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("[" * 100_000, "is nested too deep to be read; expected a Hugging Face configuration"),
         ('{"model_type": "bert", "hidden_size": ' + "9" * 5000 + "}", "is not JSON"),
         ("[1]", "holds a list"),
         ('{"model_type": "bert", "hidden_dropout_prob": NaN}', "hidden_dropout_prob is nan; expected a probability"),

@@ -107,7 +107,7 @@ def test_a_slow_device_has_a_smaller_part() -> None:
         (6 * block.forward_flops / 0.5 / 3.9, {(4, 1), (4, 2)}),
         (1e12, {(8, 1)}),
     ):
-        slow = replace(cluster, device=replace(cluster.device, bf16_flops_per_s=rate))
+        slow = replace(cluster, device=replace(cluster.device, bf16_flops_per_s=rate, bf16_peak_flops_per_s=None))
         found = {
             (one.variant.ulysses, one.samples)
             for one in _probes(model, slow)

@@ -151,7 +151,7 @@ def test_batches_that_do_not_fit() -> None:
             "batch: 'input_ids' has 3 rows; the plan trains batches of 4 samples (2 micro-batches of 2)",
             "batch: 'labels' has 2 rows; the plan trains batches of 4 samples",
             "batch: labels missing; it has input_ids",
-            "batch: 'length' has 8",
+            "batch: length given, which no layer reads, so that it would be ignored",
             "",
         ]
         for place, text in enumerate(expected):
