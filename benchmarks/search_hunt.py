@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,9 @@ NAMED: list[tuple[str, str, Setup]] = [
     ("bert-huge-96", "a100-64", {"precision": "fp32", "batch": 128, "schedule": "gpipe", "memory": "8902039499B"}),
     ("bert-xhuge", "a100-80gb", {"batch": 16, "memory": "24150420806B"}),
     ("bert-huge-96", "a100-80gb", {"recompute": False, "memory": "5820296146B"}),
+    ("t5-base", "a100", {"precision": "tf32", "cuts": "memory", "accumulation": False, "memory": "2480627174B"}),
+    ("gpt3-175b", "h200-512", {"batch": "best", "schedule": "gpipe", "cuts": "parameters", "memory": "7GiB"}),
+    ("vit-huge-48", "b200:96x8", {"batch": "best", "memory": "1.53GiB"}),
 ]
 """Requests that once were slow."""
 
@@ -178,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|"
     for row in sorted((row for row in rows if row["devices"] == 0), key=lambda row: row["number"]):
         said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in row["setup"].items())
-        said = said.replace("--recompute False", "--no-recompute")
+        said = re.sub(r"--(\w+) False", r"--no-\1", said)
         fits = "" if "plan" in row else " (does not fit)"
         command = f"{row['model']} --cluster {row['cluster']} {said}".strip()
         yield f"| `{command}` | {row['cpu_s']:.2f} s{fits} |"
