@@ -463,7 +463,7 @@ def fuzz(
             said = next((own for own in found if isinstance(own, str)), None)
             if said is None:
                 expected = _alone(case, given)
-                differences = (_difference(own, expected, 10 if architectures else 1) for own in found)
+                differences = (_difference(own, expected, 10 if architectures or compiled else 1) for own in found)
                 said = next((f"different: {own}" for own in differences if own is not None), "equal: ")
             kind, _, said = said.partition(": ")
         except GalvatronError as error:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from galvatron.core.spec import Training
 from galvatron.families.build import without_weights
 from galvatron.families.generic import tensor_rules
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.alike import outline_of
 from galvatron.families.generic.stubs import Call
+from galvatron.runtime.split_trial import split_difference
 
 
 class _Block(nn.Module):
@@ -57,6 +60,39 @@ def test_a_configuration_says_more_than_its_text() -> None:
     blocks = [_llama(attention).model.layers[0] for attention in ("eager", "sdpa", "sdpa")]
     eager, fused, again = (_outline(block) for block in blocks)
     assert fused == again != eager
+
+
+def test_a_class_that_is_patched_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels are put in the place of a model's own."""
+    before = _outline(_Block())
+    monkeypatch.setattr(_Block, "forward", lambda self, hidden, scale=1.0: hidden)
+    assert _outline(_Block()) != before
+
+
+def test_functions_are_told_apart() -> None:
+    found = []
+    for function in (nn.functional.relu, nn.functional.softmax, nn.functional.relu):
+        block = _Block()
+        block.act = function  # type: ignore[assignment]
+        found.append(_outline(block))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_split_is_tried_again_where_a_class_was_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, training = _llama(), Training(dropout=False)
+    model.config.architectures = ["LlamaForCausalLM"]
+    assert split_difference(model, training) is None
+    forward = LlamaMLP.forward
+
+    def normed(self: Any, hidden: Tensor) -> Any:
+        """Of all features, of which a rank has some."""
+        inside = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return self.down_proj(inside - inside.mean(-1, keepdim=True))
+
+    monkeypatch.setattr(LlamaMLP, "forward", normed)
+    assert split_difference(model, training) is not None
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert split_difference(model, training) is None
 
 
 @pytest.mark.parametrize("changed", ["a hook", "a forward"])

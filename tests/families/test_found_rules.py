@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from longer import longer
+from stock_models import CONFIGS
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -18,7 +20,8 @@ from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.found_rules import found_rules
 from galvatron.families.generic.stubs import Call
 from galvatron.families.generic.tensor_plan import block_rules, rules_within
-from galvatron.families.generic.tensor_rules import TensorRules
+from galvatron.families.generic.tensor_rules import TensorRules, _Run
+from galvatron.families.registry import layered_model
 from galvatron.families.rules import (
     AddedBias,
     Attribute,
@@ -27,6 +30,7 @@ from galvatron.families.rules import (
     PartialGradients,
     Region,
     Rows,
+    Rule,
     Table,
 )
 from galvatron.families.tiny import tiny_config
@@ -77,6 +81,45 @@ def test_finds_what_transformers_says(kind: str, name: str, monkeypatch: pytest.
     for rule in ours:
         assert not isinstance(rule, Columns) or rule.path in gathered or rule.parts == parts[rule.path]
     assert split_difference(model, _TRAINING, found) is None
+
+
+def _plain(rule: Rule) -> Rule:
+    return replace(rule, heads=None, input=None) if isinstance(rule, Columns) else rule
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "swin"])
+def test_finds_what_was_written_by_hand(name: str) -> None:
+    """The rules of the families here, whose attention and feed-forward network end outside of their regions."""
+    model = build_meta(CONFIGS[name](), _TRAINING)
+    found = Generic(model).tensor_rules
+    assert found.guessed
+    written = {frozenset(layer.rules) for layer in layered_model(model).layers[1:-1] if layer.rules}
+    assert {frozenset(map(_plain, own)) for own in found.blocks.values()} == written
+    assert bool(found.divisible) == (name == "bert"), "the others have a number of tokens that nothing divides"
+
+
+def test_draws_before_the_split_part_are_not_its_own() -> None:
+    """Dropout of what all heads share, inside the module of the attention: ranks must drop the same."""
+    with torch.device("meta"):
+        for shared, expected in ((False, {Region("part", ("hidden",))}), (True, set())):
+            block = nn.Module()
+            block.part, block.down = _Part(shared), nn.Linear(16, 8)
+            block.forward = lambda hidden, block=block: hidden + block.down(block.part(hidden))
+            run = _Run.__new__(_Run)
+            run._block, run._call, run._reads = block, Call(0, (torch.empty(2, 4, 8),), {}), None
+            rules = run.with_inputs((Columns("part.up"), Rows("down")))
+            assert {rule for rule in rules if isinstance(rule, Region)} == expected
+
+
+class _Part(nn.Module):
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.up, self.shared = nn.Linear(8, 16), shared
+        self.table = nn.Parameter(torch.empty(16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        table = nn.functional.dropout(self.table, 0.1) if self.shared else self.table
+        return nn.functional.dropout(self.up(hidden), 0.1) + table
 
 
 def test_what_a_plan_gathers_is_split_further() -> None:

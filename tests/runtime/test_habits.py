@@ -122,7 +122,7 @@ def test_what_to_use_instead() -> None:
         "muon": "optimizer: Muon looks at whole tensors, but this rank has [32, 32] of model.embed_tokens.weight",
         "lbfgs": "optimizer: LBFGS looks at the whole model at once",
         "adam": "",
-        "save": "model: one rank's share of it cannot be pickled (torch.save): 'ParallelModel' object has no",
+        "save": "model: it cannot be pickled (torch.save), because ranks hold parts of it: galvatron.Checkpoints saves",
         "the model's gradients": "model: it is no list of parameters; give model.parameters()",
         "lists": "batch: 'input_ids' has no rows, because it is a list and no tensor; the plan trains batches of 4 sa",
         "a number": "batch: 'labels' has no rows, because it is a single number",

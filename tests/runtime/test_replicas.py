@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron
 from galvatron.core.errors import Unequal
+from galvatron.runtime.same_batches import mark_of
 
 _MIXED = [["dp4", "dp2-tp2", "dp2-sdp2", "dp4+zero2"]]
 _NORM, _SPLIT, _SHARDED = "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight"
@@ -180,8 +181,12 @@ def test_batches_that_differ_between_ranks_are_noticed(change: str, says: str | 
         assert (found is None) if says is None else says in found
 
 
+_READ: tuple[Any, ...] = (float, lambda loss: loss.tolist(), lambda loss: torch.stack([loss]))
+
+
 def _later(plan: galvatron.Plan, kind: str) -> list[str | None]:
-    """What reading each of three losses says, where rank 1 is given other batches from the second on."""
+    """What reading each of three losses says, where rank 1 is given other batches from the second on: its value read,
+    by a method and by a function."""
     model = galvatron.parallelize(None, plan, device="cpu")
     read = model.evaluate if kind == "evaluated" else model.forward_backward
     said: list[str | None] = []
@@ -190,7 +195,7 @@ def _later(plan: galvatron.Plan, kind: str) -> list[str | None]:
         ids = torch.randint(60, (plan.batch, 8), generator=torch.Generator().manual_seed(seed))
         loss = read({"input_ids": ids, "labels": ids.clone()})
         try:
-            float(loss)
+            _READ[step](loss)
             said.append(None)
         except Unequal as error:
             said.append(str(error))
@@ -207,3 +212,9 @@ def test_later_batches_that_differ_are_noticed_with_the_loss(kind: str, stages: 
         for said in others:
             assert (said is None) == (kind == "same")
             assert said is None or said.startswith("batch: ranks were given batches with different labels")
+
+
+def test_other_labels_have_another_mark() -> None:
+    """Of a classifier's, too: 8 labels of two kinds are few."""
+    labels = torch.stack([torch.tensor([number >> place & 1 for place in range(8)]) for number in range(256)])
+    assert len({float(mark_of({"labels": own})) for own in labels}) > 250

@@ -38,5 +38,5 @@ def command(
     from galvatron.train.run_folder import RunFolder
 
     run = RunFolder(saved.path.parent.parent)
-    missing = export(saved, out, adapters=adapters, companions=run.companions, base=run.base)
+    missing = export(saved, out, adapters=adapters, companions=run.companions, base=run.base if adapters else None)
     typer.echo(f"step {saved.step} of {saved.path.parent} exported to {out}" + (f"; {missing}" if missing else ""))

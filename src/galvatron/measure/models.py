@@ -24,7 +24,7 @@ from galvatron.measure import cache
 __all__ = ["check_name", "load_any_model", "model_of_text"]
 
 _LOG = logging.getLogger(__name__)
-_TRACING = 3
+_TRACING = 4
 """Of traced models: raised when the same model would be described differently."""
 
 

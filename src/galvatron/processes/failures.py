@@ -8,6 +8,7 @@ every rank finds wrong by itself (a plan that does not fit the model) is printed
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -80,7 +81,8 @@ class _Hook:
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         first = self._first_failure(text, symptom=is_symptom(error))
         if first.startswith(f"rank {self._rank} "):
-            print(first, file=sys.stderr, flush=True)  # noqa: T201
+            alone = _ALONE if isinstance(error, dist.DistError) or re.search("gloo|nccl", str(error).lower()) else ""
+            print(first + alone, file=sys.stderr, flush=True)  # noqa: T201
         else:
             said = first.splitlines()
             summary = said[0] if len(said) == 1 else f"{said[0]} {said[-1]}"
@@ -91,11 +93,11 @@ class _Hook:
         """What the first rank that failed has to say: this one, unless another was there before."""
         mine = f"rank {self._rank} failed:\n{text}"
         try:
-            if symptom and not self._appears(_KEY):
-                mine += _ALONE
+            if symptom:
+                self._appears(_KEY)
             found: bytes = self._store.compare_set(_KEY, "", mine)
         except Exception:  # the store went with rank 0
-            return mine + _ALONE
+            return mine
         return found.decode(errors="replace")
 
     def _end(self, status: int) -> None:

@@ -22,7 +22,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.runtime.data_parallel.units import LocalParameter
 from galvatron.runtime.optimizers import AdamWBF16
 
-__all__ = ["Watched", "advice", "check_optimizer_kind", "hooks_of", "watch"]
+__all__ = ["SAVE", "Watched", "advice", "check_optimizer_kind", "hooks_of", "watch"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -145,14 +145,14 @@ def _gradients(model: Watched) -> set[int]:
 
 # Names of torch.nn.Module that people try
 
-_SAVE = (
+SAVE = (
     "ranks hold parts of it: galvatron.Checkpoints saves and loads it, dict(model.whole_parameters()), called on every "
     "rank, has it whole, and `galvatron export` writes Hugging Face's format"
 )
 _PLACE = "device and type are settled by parallelize(…, device=…, dtype=…)"
 _INSIDE = "its layers are split over ranks; change or look at the model before parallelize"
 _ADVICE: Mapping[str, str] = {
-    **dict.fromkeys(("state_dict", "load_state_dict", "save_pretrained", "push_to_hub", "module", "generate"), _SAVE),
+    **dict.fromkeys(("state_dict", "load_state_dict", "save_pretrained", "push_to_hub", "module", "generate"), SAVE),
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), _PLACE),
     **dict.fromkeys(
         ("modules", "named_modules", "children", "named_children", "apply", "get_submodule", "register_forward_hook"),

@@ -19,7 +19,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
 from galvatron.runtime.buffers import Buffers
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.habits import advice, check_optimizer_kind, hooks_of, watch
+from galvatron.runtime.habits import SAVE, advice, check_optimizer_kind, hooks_of, watch
 from galvatron.runtime.optimizers import has_fused, torch_class
 from galvatron.runtime.pending_loss import PendingLoss
 from galvatron.runtime.pipeline.run import PassTimer, Pipeline
@@ -108,7 +108,7 @@ class ParallelModel:
 
     def __reduce__(self) -> Any:
         """Refused, for ``torch.save(model)``."""
-        raise InvalidInput(f"model: one rank's share of it cannot be pickled (torch.save): {advice('state_dict')}")
+        raise InvalidInput(f"model: it cannot be pickled (torch.save), because {SAVE}")
 
     def __iter__(self) -> Iterator[Any]:
         """Refused, for functions that take parameters."""

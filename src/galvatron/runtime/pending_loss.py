@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -20,12 +21,12 @@ class PendingLoss:
 
     No tensor, because PyTorch would let a program read one before it is there. The first stages compute on while the
     last ones could already update their weights, so it is best read after the optimizer's step. PyTorch's functions and
-    methods take it as the tensor that it stands for.
+    a tensor's methods read it, too.
     """
 
     def __init__(self, totals: Tensor, work: dist.Work | None, check: Callable[[Tensor], None] | None = None) -> None:
         """``totals``: the loss, and what else is summed with it; ``work``: the sum over ranks that they are part of;
-        ``check``: called with the sums when they are first read."""
+        ``check``: called with the sums when they are first read, of which the last two are for it alone."""
         self._totals, self._work, self._check = totals, work, check
 
     def tensor(self) -> Tensor:
@@ -45,9 +46,9 @@ class PendingLoss:
     def _checked(self) -> Tensor:
         totals = self._summed()
         if self._check is not None:
-            check, self._check = self._check, None
+            check, self._check, self._totals = self._check, None, totals[:-2]
             check(totals)
-        return totals
+        return self._totals
 
     def item(self) -> float:
         return float(self._checked().reshape(-1)[0])
@@ -55,12 +56,16 @@ class PendingLoss:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"'PendingLoss' object has no attribute {name!r}; .tensor() has the value as a tensor")
-        return getattr(self.tensor(), name)
+        return getattr(self._scalar(), name)
+
+    def _scalar(self) -> Tensor:
+        """The value on the CPU, where it goes with tensors of any device."""
+        return torch.tensor(self.item(), dtype=torch.float64)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by PyTorch where one of its functions is given such a loss."""
-        args, kwargs = tree_map_only(PendingLoss, PendingLoss.tensor, (args, kwargs or {}))
+        args, kwargs = tree_map_only(PendingLoss, PendingLoss._scalar, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def detach(self) -> PendingLoss:

@@ -50,8 +50,8 @@ def split_problems(model: nn.Module, training: Training, rules: TensorRules) -> 
     return (split_difference(model, training, rules) if divided is not None and sequence else divided), divided
 
 
-_TRIED: dict[Hashable, str | None] = {}
-"""What came out in this process; a model is described, planned and checked in one."""
+_PASSED: set[Hashable] = set()
+"""What was found to be right in this process, which describes, plans and checks a model."""
 
 
 def split_difference(
@@ -61,10 +61,14 @@ def split_difference(
     ``rules``: the model's own, where they may not be those of a tiny copy."""
     config = getattr(model, "config", None)  # all that a tiny copy is made of
     own = None if rules is None else (tuple(rules.blocks.items()), rules.divisible, rules.guessed)
-    key = type(model), repr(config and sorted(vars(config).items(), key=str)), training, own, sequence
-    if key not in _TRIED:
-        _TRIED[key] = _tried(model, training, rules, sequence=sequence)
-    return _TRIED[key]
+    kinds = frozenset((type(module), type(module).forward) for module in model.modules())  # classes may be patched
+    key = kinds, repr(config and sorted(vars(config).items(), key=str)), training, own, sequence
+    if key in _PASSED:
+        return None
+    found = _tried(model, training, rules, sequence=sequence)
+    if found is None:
+        _PASSED.add(key)
+    return found
 
 
 def _tried(model: nn.Module, training: Training, rules: TensorRules | None, *, sequence: bool) -> str | None:

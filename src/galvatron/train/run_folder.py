@@ -97,10 +97,11 @@ class RunFolder:
 
     @property
     def base(self) -> Path | None:
-        """The folder with the weights that the run started from; None: it had none, or its settings are gone."""
-        if not self.settings_file.is_file():
+        """The folder with the weights that the run started from; None: it had none, or its settings cannot be read."""
+        try:
+            found = Settings.load(self.settings_file).weights
+        except InvalidInput:
             return None
-        found = Settings.load(self.settings_file).weights
         return None if found is None else Path(found)
 
     def check_new(self) -> None:

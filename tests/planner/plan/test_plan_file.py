@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import galvatron
 from galvatron import InvalidInput, Plan, PlanMismatch
+from galvatron.families import load_cluster
 from galvatron.planner.plan.explain import request_of
 from galvatron.planner.plan.record import FORMAT_VERSION
 
@@ -249,3 +250,12 @@ def _read(path: Path) -> Plan | None:
         if path.name not in str(error):
             raise
         return None
+
+
+def test_stages_that_share_processors_may_take_longer_than_the_iteration(tmp_path: Path) -> None:
+    """Each at the speed that it has while the others take turns with it."""
+    cluster = replace(load_cluster("cpu-4"), compute_contention=2.0)
+    made = galvatron.plan("bert-tiny", cluster, batch=8, space="dp+pp", pipeline=2)
+    assert made.micro_batches * max(stage.time_s for stage in made.stages) > made.iteration_s
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from galvatron.families.given import has_hooks
 __all__ = ["outline_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 def outline_of(block: nn.Module, call: Call) -> Hashable:
-    """All of a block and of how it is called that decides what it does with tensors that have shapes only. None: it is
-    like no other, for somebody changed what its modules do."""
+    """All of a block and of how it is called that decides what it does with tensors that have shapes only. None: one of
+    its modules has a hook or a forward of its own, so that it is compared with no other block."""
     if any(has_hooks(own) or "forward" in vars(own) for own in block.modules()):
         return None
     return (
@@ -35,9 +37,10 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Any]:
     numbers = tuple(
         sorted((name, repr(own)) for name, own in vars(module).items() if name != "training" and _is_plain(own))
     )
+    functions = tuple((name, own) for name, own in vars(module).items() if isinstance(own, _FUNCTIONS))
     # A configuration's own comparison and text leave out how attention and experts are computed.
     chosen = None if config is None else repr(sorted((name, repr(own)) for name, own in vars(config).items()))
-    yield from (path, type(module), numbers, chosen)
+    yield from (path, type(module), type(module).forward, numbers, functions, chosen)
 
 
 def _is_plain(value: Any) -> bool:

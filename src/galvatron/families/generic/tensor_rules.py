@@ -78,7 +78,7 @@ class TensorRules:
 
 
 _FOUND: dict[Hashable, TensorRules] = {}
-"""Of blocks that were watched in this process: one description of a model builds five copies."""
+"""Of blocks that were watched in this process. To describe a model, its layers are made five times."""
 
 
 def find_rules(
@@ -168,7 +168,8 @@ class _Run:
 
     def with_inputs(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         """The rules with what the run shows; as they are where it fails: each projection then enters by itself."""
-        reads = _Reads(self._block, frozenset(rule.path for rule in rules if isinstance(rule, Columns | Rows)))
+        columns, rows = ({rule.path for rule in rules if isinstance(rule, kind)} for kind in (Columns, Rows))
+        reads = _Reads(self._block, frozenset(columns | rows), frozenset(columns))
         with suppress(Exception), torch.no_grad(), on_meta():  # of whatever kind: it comes from the block's own forward
             with reads.watching():
                 self._block(*self._call.args, **self._call.kwargs)
@@ -190,10 +191,13 @@ class _Run:
             divided = isinstance(own, Tensor) and own.ndim > 1 and own.shape[1] == tokens
             return own.narrow(1, 0, tokens // 2) if divided else own
 
-        for rule in rules:
-            if isinstance(rule, Region):
-                made = tree_map(halved, self._reads.outputs[rule.path])
-                self._block.get_submodule(rule.path).forward = lambda *_, made=made, **__: made
+        regions = {rule.path: _within(rule.path, rules) for rule in rules if isinstance(rule, Region)}
+        summed = [path for path, rows in regions.items() if rows]
+        summed += [rule.path for rule in rules if isinstance(rule, Rows) and not any(map(rule.path.startswith, summed))]
+        for path in (*regions, *summed):
+            made = self._reads.outputs[path]
+            made = tree_map(halved, made) if path in summed else made
+            self._block.get_submodule(path).forward = lambda *_, made=made, **__: made
         call = self._segment.called_with(self._call, (halved(hidden),))
         try:
             with torch.no_grad(), on_meta():
@@ -208,11 +212,21 @@ def _weighted(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return hidden * weights.sum(-1, keepdim=True)
 
 
+def _within(region: str, rules: tuple[Rule, ...]) -> bool:
+    """Whether a region ends with rows of its own; else what it returns is still split."""
+    return any(isinstance(rule, Rows) and rule.path.startswith(f"{region}.") for rule in rules)
+
+
 def _in_regions(rules: tuple[Rule, ...]) -> bool:
-    """Whether all that is split is in regions, so that what is outside may be divided along the sequence."""
+    """Whether all that is split is in regions, or sums what comes from them, so that what is outside may be divided
+    along the sequence."""
     regions = tuple(f"{rule.path}." for rule in rules if isinstance(rule, Region))
     inside = Columns | Rows | PartialGradients | Table | Region | Whole
-    return bool(regions) and all(isinstance(rule, inside) and f"{rule.path}.".startswith(regions) for rule in rules)
+    return bool(regions) and all(
+        isinstance(rule, inside)
+        and (f"{rule.path}.".startswith(regions) or (isinstance(rule, Rows) and not rule.takes_whole))
+        for rule in rules
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +238,8 @@ class _Read:
     """Paths of the modules that were running."""
     draws: bool
     """By something that draws random numbers."""
+    split: bool
+    """Whether what projections made that are split by columns is among it."""
     place: int
     """How many modules had been called before."""
 
@@ -235,6 +251,10 @@ class _Reads(TorchFunctionMode):
     block: nn.Module
     projections: frozenset[str]
     """Paths of those whose reads do not count: the split ones."""
+    columns: frozenset[str]
+    """Of these, the ones that are split by columns."""
+    _split: set[int] = field(default_factory=set)
+    """Tensors that come from these."""
     _log: list[_Read] = field(default_factory=list)
     _calls: dict[str, tuple[int | None, str | None]] = field(default_factory=dict)
     """Of each module, the tensor it was called with first and that argument's name."""
@@ -274,16 +294,19 @@ class _Reads(TorchFunctionMode):
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.remove(path)
         self.outputs[path] = output
+        if path in self.columns:
+            self._split.add(id(output))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        made = function(*args, **(kwargs or {}))
         if name not in LOOKS and not any(path in self.projections for path in self._running):
-            tensors = [own for own in tree_flatten((args, kwargs))[0] if isinstance(own, Tensor)]
-            self._kept.append(tensors)
-            self._log.append(
-                _Read(frozenset(map(id, tensors)), tuple(self._running), "dropout" in name, len(self._order))
-            )
-        return function(*args, **(kwargs or {}))
+            tensors = frozenset(map(id, _tensors((args, kwargs))))
+            split = not tensors.isdisjoint(self._split)
+            self._kept += [args, kwargs, made]
+            self._log.append(_Read(tensors, tuple(self._running), "dropout" in name, split, len(self._order)))
+            self._split |= set(map(id, _tensors(made))) if split else set()
+        return made
 
     def _partial_in(self, region: str, end: int) -> Iterator[Rule]:
         """Modules in a region with parameters of their own that run on split features (a norm of each head, an
@@ -313,15 +336,18 @@ class _Reads(TorchFunctionMode):
             if any(tensor in read.tensors for read in inside):
                 return ()
             ends = [self._order.index(row) for row in rows if row.startswith(f"{path}.") and row in self._order]
-            if not ends:
-                return ()
+            end = max(ends, default=len(self._order))  # without rows of its own, what it returns is still split
             # What draws random numbers behind the last rows works on what is whole again.
-            drawing = {read.within[-1] for read in inside if read.draws and read.place > max(ends)}
-            if path in drawing:
+            drawing = {read.within[-1] for read in inside if read.draws and read.place > end}
+            if path in drawing or any(read.draws and not read.split and read.place <= end for read in inside):
                 return ()
             argument = name or _first_argument(self.block.get_submodule(path))
-            return (Region(path, (argument,)), *map(Whole, sorted(drawing)), *self._partial_in(path, max(ends)))
+            return (Region(path, (argument,)), *map(Whole, sorted(drawing)), *self._partial_in(path, end))
         return ()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (own for own in tree_flatten(values)[0] if isinstance(own, Tensor))
 
 
 def _owns(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ and explained from the file alone. Reading is strict; see :func:`Plan.load`. The
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Plan(PlanRecord):
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        if not isinstance(path, str | Path) or not str(path):
+        if not isinstance(path, str | os.PathLike) or not str(path):
             raise InvalidInput(f"plan: {path!r} given as its file; expected a name such as plan.json")
         path = Path(path)
         try:
@@ -54,6 +55,6 @@ class Plan(PlanRecord):
         """Read a plan file, or raise :class:`galvatron.InvalidInput` naming file, field, value and remedy."""
         from galvatron.planner.plan.reading import read_plan  # pydantic is only needed to read
 
-        if not isinstance(path, str | Path):
+        if not isinstance(path, str | os.PathLike):
             raise InvalidInput(f"plan: {path!r} given as its file; expected a name such as plan.json")
         return read_plan(Path(path), Plan)

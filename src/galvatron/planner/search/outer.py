@@ -53,7 +53,8 @@ _AHEAD, _SMALL = 16, 50_000
 """Combinations priced ahead, and entries of their tables: for small tables numpy takes as long as for one of them."""
 _TablesOf = Callable[[Integers, Integers], CandidateTables]
 _TIGHT = 6
-"""Budgets below so many times what devices hold at least: most combinations do not fit, and need not be priced."""
+"""A budget is tight below so many times what devices hold at least: most combinations then do not fit, which their
+memory shows for less work than their prices."""
 _ROUGHLY = 8
 """Combinations tried for a rough plan."""
 

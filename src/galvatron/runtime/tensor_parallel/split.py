@@ -212,6 +212,8 @@ class _Splitter:
     def table(self, rule: Table) -> None:
         if rule.path in self.shared:
             return
+        if rule.pairs:
+            self._even(rule.path, rule.features(self.layer.get_parameter(rule.path).shape[rule.dim]))
         self._cut(rule.path, rule.dim, rule.parts)
 
     def attribute(self, rule: Attribute) -> None:
