@@ -39,6 +39,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": ("WhisperForConditionalGeneration", _WHISPER),
     "opt": ("OPTForCausalLM", {}),
     "roberta": ("RobertaForSequenceClassification", {}),
+    "electra": ("ElectraForMaskedLM", {"embedding_size": 64}),
     "umt5": ("UMT5ForConditionalGeneration", {"num_layers": 4, "num_decoder_layers": 4}),
 }
 _IN_ONE_STAGE, _IN_PIPELINES = ("phi3",), ("gpt_neox", "modernbert", "opt")
@@ -96,6 +97,17 @@ def test_a_mixed_stage_trains_as_one_process(kind: str) -> None:
 @pytest.mark.parametrize("kind", [own if own in _IN_PIPELINES else longer(own) for own in _MODELS])
 def test_mixed_pipelines_train_as_one_process(kind: str) -> None:
     _check(kind, 2)
+
+
+@pytest.mark.parametrize("kind", ["roberta", longer("electra")])
+def test_sequences_are_divided_where_regions_end_before_the_sum(kind: str) -> None:
+    """BERT's form: norms outside of attention and of the feed-forward network see some of the tokens."""
+    model, training = _stock(kind)
+    layered = layered_model(without_weights(model))
+    turns = cycle(("tp4+sp", "dp2-tp2+sp+rc", "sdp2-tp2+sp", "tp2-dp2+sp"))
+    chosen = [next(turns) if layer.kind == "block" else "dp2-tp2" for layer in layered.layers]
+    plan = unpriced(facts_of(layered, training, kind), [chosen])
+    assert ranks(4).run(_difference, model, plan) == [None] * 4
 
 
 def _check(kind: str, stages: int) -> None:
