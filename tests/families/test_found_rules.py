@@ -306,3 +306,12 @@ def test_a_model_with_a_hook_is_described_without_tp() -> None:
     assert describe(model, {"input_ids": ids, "labels": ids}).layers[1].tensor_parallel is not None
     model.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)
     assert describe(model, {"input_ids": ids, "labels": ids}).layers[1].tensor_parallel is None
+
+
+def test_a_head_whose_projection_is_only_read_is_whole() -> None:
+    """MobileBERT multiplies by its weight and another one, put together."""
+    layered = Generic(_model("mobilebert", "MobileBertForMaskedLM"))
+    embedding, block, *_, head = layered.layers
+    assert block.rules
+    assert not embedding.rules
+    assert not head.rules

@@ -37,7 +37,7 @@ from galvatron.families.generic.images import IMAGES, PIXELS, ImageRows
 from galvatron.families.generic.kinds import block_kinds
 from galvatron.families.generic.layers import Block, Bridge, Context, Embedding, Head, LossFunction, logits_of
 from galvatron.families.generic.own_loss import find_balance, refuse_capacity, refuse_layer_drop, shifts_labels
-from galvatron.families.generic.projection import fusible_projection
+from galvatron.families.generic.projection import fusible_projection, is_called
 from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
@@ -93,12 +93,12 @@ class Generic(LayeredModel):
         names = [self.anatomy.name(block) for block in range(len(kinds))]
         self.expert_rules = find_experts(model, names, kinds)
         self.tensor_rules = find_rules(model, self.anatomy, kinds, calls, self.expert_rules.blocks)
+        self._trial = trial
         self.layers = self._layers(kinds, loss)
         for layer in self.layers:
             layer.experts = self.expert_rules.blocks.get(layer.kind)
         self.ties = _shared(self.layers)
         self.shifts_labels = self._shifted
-        self._trial = trial
         self.required = frozenset(trial) | {"labels"}
 
     def _kinds(self) -> list[str]:
@@ -227,6 +227,10 @@ class Generic(LayeredModel):
             if own is head and type(own) is nn.Linear and loss is None
             for rule in (Columns(path), VocabularyLoss("loss"))
         )
+        paths = [path for path, own in model.named_modules() if own is head]
+        batch = self._decoder_inputs.complete(self._trial)
+        if after and not any(is_called(model, self.anatomy, batch, path) for path in paths[:1]):
+            return (), ()
         weights = [getattr(own, "weight", None) for own in (embedding, head)]
         shared = weights[0] is not None and weights[0] is weights[1]
         return (before, after) if not shared or bool(before) == bool(after) else ((), ())

@@ -12,7 +12,7 @@ from galvatron.families.generic.segments import Anatomy
 from galvatron.families.generic.stubs import StubbedModel
 from galvatron.families.layer import Batch
 
-__all__ = ["fusible_projection"]
+__all__ = ["fusible_projection", "is_called"]
 
 
 def fusible_projection(model: Any, anatomy: Anatomy, batch: Batch) -> str | None:
@@ -42,3 +42,14 @@ def fusible_projection(model: Any, anatomy: Anatomy, batch: Batch) -> str | None
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     once = len(made) == 1 and logits is made[0][0] and logits._version == made[0][1]
     return name if once else None
+
+
+def is_called(model: nn.Module, anatomy: Anatomy, batch: Batch, path: str) -> bool:
+    """Whether a module runs in the model's forward; some are read by what holds them (MobileBERT's head)."""
+    stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
+    stubbed.on_block = lambda call: anatomy.returned(call, anatomy.hidden(call))
+    calls: list[str] = []
+    stubbed.model.get_submodule(path).register_forward_hook(lambda *_: calls.append(path))
+    with torch.no_grad():
+        stubbed.run(anatomy.pick(batch), torch.float32, training=False)
+    return bool(calls)
