@@ -13,7 +13,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.context import ContextMask, given_mask, sliced
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.runtime.layout.portions import Portion, Portions
-from galvatron.runtime.same_batches import BatchFigures, figures_of, mark_of
+from galvatron.runtime.same_batches import BatchFigures, compared_here, figures_of, mark_of
 from galvatron.runtime.settings import ComputeSettings
 
 __all__ = ["LocalBatch", "MicroBatch", "Reader"]
@@ -114,7 +114,9 @@ class Reader:
             self.check_shapes(tuple(shapes.items()))
         parts = [self._part(batch, number) for number in range(self._micro_batches)]
         figures = figures_of(batch, self.rows_read()) if compared else None
-        return LocalBatch(parts, self._layered.targets(batch), shapes, mark_of(batch), figures)
+        return LocalBatch(
+            parts, self._layered.targets(batch), shapes, mark_of(batch) if compared_here() else torch.zeros(()), figures
+        )
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""
