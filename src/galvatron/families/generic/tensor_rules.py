@@ -193,7 +193,8 @@ class _Run:
 
         regions = {rule.path: _within(rule.path, rules) for rule in rules if isinstance(rule, Region)}
         summed = [path for path, rows in regions.items() if rows]
-        summed += [rule.path for rule in rules if isinstance(rule, Rows) and not any(map(rule.path.startswith, summed))]
+        ended = tuple(f"{path}." for path in summed)
+        summed += [rule.path for rule in rules if isinstance(rule, Rows) and not rule.path.startswith(ended)]
         for path in (*regions, *summed):
             made = self._reads.outputs[path]
             made = tree_map(halved, made) if path in summed else made
