@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=16, help="Of a row.")
     parser.add_argument("--model", choices=sorted(_MODELS), default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--precisions", default="fp32,bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--out", type=Path, default=None, help="Append lines to this file too.")
     asked = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -123,7 +124,7 @@ def main() -> None:
     training = Training(dropout=False)
     reason = why_by_mask(build_meta(config, training), training) if cuda else "FlexAttention has no backward on CPUs"
     ways = ("mask",) if reason else ("mask", "flex")
-    for precision in (Precision.FP32, Precision.BF16) if cuda else (Precision.FP32,):
+    for precision in map(Precision, asked.precisions.split(",")):
         lines = []
         for way in ways:
             lines.append(run(way, precision, asked))

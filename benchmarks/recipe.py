@@ -10,7 +10,8 @@ without. The stock programs of LoRA cases are peft's loop: a bf16 base under aut
 medians of steps after the first ones; each program runs ``--repeats`` times, in turns. Ours runs as stock models do,
 with its loss in chunks (``ours-fused``), with all but matrix products and attention recomputed, too
 (``ours-selective``), or uncompiled. ``float8`` and ``ours-float8`` compute linear layers of blocks in float8, scaled by
-rows, through torchao.
+rows, through torchao; ``ours-narrow`` has the optimizer's states in bf16. Cases of TF32 compute in that, without mixed
+precision, in all programs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-2k-16": {"model": "qwen3", "batch": 16, "tokens": 2048},
     "bert-64": {"model": "bert", "batch": 64, "tokens": 512},
     "bert-128": {"model": "bert", "batch": 128, "tokens": 512},
+    "bert-tf32": {"model": "bert", "batch": 16, "tokens": 512, "precision": "tf32"},
+    "llama-2k-tf32": {"model": "llama", "batch": 4, "tokens": 2048, "precision": "tf32"},
     "tiny": {"model": "tiny", "batch": 4, "tokens": 64},
     "lora-8b": {"model": "llama3-8b", "batch": 4, "tokens": 2048, "lora": 16},
     "lora-8b-8": {"model": "llama3-8b", "batch": 8, "tokens": 2048, "lora": 16},
@@ -72,7 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _PROGRAMS = (
-    "eager", "compiled", "liger", "float8", "ours", "ours-fused", "ours-selective", "ours-float8", "ours-eager",
+    "eager", "compiled", "liger", "float8", "ours", "ours-fused", "ours-selective", "ours-float8", "ours-narrow",
+    "ours-eager",
 )  # fmt: skip
 _WARM, _TIMED = 6, 12
 _RATE = 1e-4
@@ -141,7 +145,9 @@ def _peft(program: str, config: dict[str, Any], case: dict[str, Any], device: An
     return step, model
 
 
-def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+def _stock(
+    program: str, config: dict[str, Any], case: dict[str, Any], device: Any
+) -> tuple[Callable[[dict[str, Any]], Any], Any]:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -150,6 +156,9 @@ def _stock(program: str, config: dict[str, Any], device: Any) -> tuple[Callable[
     torch._dynamo.config.recompile_limit = 64  # as ours: by default blocks that differ in a constant are not compiled
     blocks = model.bert.encoder.layer if config["model_type"] == "bert" else model.model.layers
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "precision" in case:
+        torch.backends.cuda.matmul.allow_tf32 = case["precision"] == "tf32"
+        policy = MixedPrecisionPolicy()
     for block in blocks:
         if program == "float8":
             _to_float8(block)
@@ -182,7 +191,8 @@ def _plan(program: str, case: dict[str, Any]) -> Any:
     from galvatron.planner.plan.planner import Request
 
     training = Training(
-        precision=Precision.BF16,
+        precision=Precision(case.get("precision", "bf16")),
+        optimizer="adamw-bf16" if program == "ours-narrow" else "adamw",
         sequence_length=case["tokens"],
         compile=program != "ours-eager",
         float8=program == "ours-float8",
@@ -196,7 +206,7 @@ def _plan(program: str, case: dict[str, Any]) -> Any:
         strategies[1:-1] = ["single+rs"] * (len(spec.layers) - 2)
     if program == "ours-float8":
         strategies[1:-1] = ["single+f8"] * (len(spec.layers) - 2)
-    if program in ("ours-fused", "ours-selective", "ours-float8"):
+    if program in ("ours-fused", "ours-selective", "ours-float8", "ours-narrow"):
         strategies[-1] = "single+fl"
     return priced(Request(model=spec, cluster=cluster, batch=case["batch"]), [strategies])
 
@@ -237,7 +247,7 @@ def _one(name: str, program: str) -> dict[str, Any]:
     elif "lora" in case:
         step, made = _peft(program, config, case, device)
     else:
-        step, made = _stock(program, config, device)
+        step, made = _stock(program, config, case, device)
     batches = _batches(case, config, device)
     losses, seconds = [], []
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else (lambda: None)

@@ -14,6 +14,7 @@ from galvatron.core.spec import GPIPE, ONE_F_ONE_B, Cluster
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request, try_plan
+from galvatron.planner.plan.profiled import as_profiled
 from galvatron.planner.plan.record import layer_runs
 from galvatron.planner.space import PAPER
 from workloads import Workload
@@ -72,6 +73,10 @@ class Setting:
     budget_bytes: int
     max_batch: int
 
+    @property
+    def _cluster(self) -> Cluster:
+        return as_profiled(self.cluster, self.workload.profile)
+
     def request(self, system: System, *, batch: int | None = None, max_batch: int | None = None) -> Request:
         """``batch``: exactly this one; else all up to ``max_batch``, or the setting's own. A stock program gets all of
         its memory: nothing is set aside for what an allocator loses. Where that is too much, a smaller batch is next.
@@ -79,7 +84,7 @@ class Setting:
         stock = system.program(self.workload.family) == "stock"
         return Request(
             model=self.workload.model,
-            cluster=replace(self.cluster, fragmentation=0.0) if stock else self.cluster,
+            cluster=replace(self.cluster, fragmentation=0.0) if stock else self._cluster,
             memory_bytes=self.budget_bytes,
             batch=batch,
             batch_step=None if batch else BATCH_STEP,

@@ -14,6 +14,7 @@ from galvatron.measure.layers import profile_model
 from galvatron.measure.models import check_name, load_any_model
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.planner import Request
+from galvatron.planner.plan.profiled import as_profiled
 from galvatron.planner.plan.setup import request_for, training_of
 from galvatron.processes.job import Progress
 
@@ -48,4 +49,5 @@ def request_here(
     if request.profile is not None or request.model.config is None:
         return request
     with measuring("layers") as progress:
-        return replace(request, profile=profile_model(request.model, cluster, fresh=fresh, progress=progress))
+        profile = profile_model(request.model, cluster, fresh=fresh, progress=progress)
+    return replace(request, cluster=as_profiled(request.cluster, profile), profile=profile)

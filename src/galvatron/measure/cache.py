@@ -44,7 +44,7 @@ def warn_if_noisy(source: str) -> None:
         )
 
 
-_VERSION = 23
+_VERSION = 24
 """Of the profiler: raised when the same machine would be described differently."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _SETTINGS = (

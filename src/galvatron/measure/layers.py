@@ -27,6 +27,8 @@ from galvatron.measure.layer_jobs.probes import (
     probes_of,
     variants_of,
 )
+from galvatron.planner.plan.plan import Plan
+from galvatron.planner.plan.planner import Request, try_plan
 from galvatron.planner.space import divisors
 from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
@@ -38,6 +40,12 @@ _LOG = logging.getLogger(__name__)
 _CLEARLY = 1.5
 """Factor from which on times are held to differ."""
 _LEAST_S = 1e-9
+_UNSEEN = 0.03
+"""Of a GPU's memory, besides what its allocator lost in one plan: what others lose more, and what predictions are off
+by (docs/evidence.md)."""
+_REHEARSED_S = 2.0
+"""An iteration of the plan in which it is seen: longer ones show no more."""
+_PLANNING_S = 2.0
 _TOLD = 0.01
 """Of a forward: smaller differences are noise."""
 
@@ -91,10 +99,11 @@ def profile_model(
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
         rounds=rounds,
         tensor_bytes=max(cluster.device.memory_bytes - cluster.reserved_bytes, 1),
+        plan=_plan_to_rehearse(model, cluster),
     )
     key = cache.key_of(
         model=model.digest, config=model.config, degrees=degrees, samples=[probe.size for probe in job.probes],
-        devices=job.devices, rounds=rounds,
+        devices=job.devices, rounds=rounds, rehearsed=None if job.plan is None else cluster.device.memory_bytes,
     )  # fmt: skip
     kept = cache.cached_file("model", key)
     # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
@@ -107,6 +116,19 @@ def profile_model(
     profile = profile_of(model, findings)
     cache.keep(kept, dump_profile(profile))
     return profile
+
+
+def _plan_to_rehearse(model: ModelSpec, cluster: Cluster) -> Plan | None:
+    """A plan of the kind that will be chosen, priced by counts; None where no allocator loses memory."""
+    if not cluster.fragmentation:
+        return None
+    request = Request(model=model, cluster=replace(cluster, fragmentation=0.0), time_limit_s=_PLANNING_S)
+    plan = try_plan(request)
+    if plan is None or plan.iteration_s <= _REHEARSED_S:
+        return plan
+    least = request.batches[0]
+    most = max(least, int(plan.batch * _REHEARSED_S / plan.iteration_s))
+    return try_plan(replace(request, batch_step=least, max_batch=most)) or plan
 
 
 def _degrees(cluster: Cluster, asked: Sequence[int] | None) -> list[int]:
@@ -148,6 +170,7 @@ def profile_of(model: ModelSpec, findings: LayerFindings) -> ModelProfile:
             if variant.grade and any(probe.variant == _plain(variant) for probe in forward)
         ),
         source=provenance(findings.device, quality),
+        fragmentation=None if findings.lost is None else _rounded(1 - (1 - findings.lost) * (1 - _UNSEEN)),
         layers_digest=model.layers_digest,
     )
 

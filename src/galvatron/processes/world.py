@@ -12,7 +12,8 @@ import socket
 import struct
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -26,6 +27,7 @@ from galvatron.processes.virtual import be_virtual, virtual_devices
 __all__ = [
     "agreed_name",
     "cap_memory",
+    "capped",
     "choose_interface",
     "claim_device",
     "interface_of",
@@ -149,11 +151,16 @@ def claim_device(rank: int, *, in_turn: bool = False) -> torch.device:
     device = own_device()
     if device.type == "cuda":
         be_virtual(rank, in_turn=in_turn)
-        if not any(name in os.environ for name in _ALLOCATOR):
-            # Not through the environment, which it may have read by now.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        let_segments_grow()
         torch.cuda.set_device(device)
     return device
+
+
+def let_segments_grow() -> None:
+    """Tell PyTorch's allocator of GPUs so, before it gives anything away."""
+    if not any(name in os.environ for name in _ALLOCATOR):
+        # Not through the environment, which it may have read by now.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def own_device() -> torch.device:
@@ -172,6 +179,18 @@ def cap_memory(device: torch.device, tensor_bytes: int) -> None:
         # The same allocator serves workspaces, which are not among the tensors.
         most = tensor_bytes + workspace_bytes(device)
         torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0), device)
+
+
+@contextmanager
+def capped(device: torch.device, most_bytes: int) -> Iterator[None]:
+    """While this lasts, a GPU's allocator has no more of its memory; tensors and workspaces are in it."""
+    _, total = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(most_bytes / total, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def shortages(device: torch.device) -> int:

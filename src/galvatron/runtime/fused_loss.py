@@ -30,6 +30,8 @@ __all__ = ["fuse"]
 
 
 _FILLED_WORDS = 64
+_WHOLE_TILES = 256
+"""Rows of a product that GPUs compute in whole tiles: what is beyond a multiple of it takes the time of one more."""
 _WANT_ALIGNED = frozenset({"cuda"})
 
 _Chunk = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -114,7 +116,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         by_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         by_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        rows = max(1, LOSS_CHUNK_CELLS // max(1, words))
+        rows = _rows(words)
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
             inputs = hidden[part]
@@ -135,6 +137,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found = (None if own is None else own.mul_(gradient) for own in ctx.saved_tensors)
         return *found, None, None
+
+
+def _rows(words: int) -> int:
+    """Tokens of a chunk."""
+    most = max(1, LOSS_CHUNK_CELLS // max(1, words))
+    return most - most % _WHOLE_TILES if most > _WHOLE_TILES else most
 
 
 def _filled(rows: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ _PROFILE = Table(
     (
         Key("name", "name", NAME, "the profile's name"),
         Key("source", "source", SOURCE, "where the times were measured"),
+        Key("fragmentation", "fragmentation", number(0, 0.5), "part of the memory that is lost between tensors"),
         Key("layers_digest", "layers_digest", _DIGEST, "which layers were measured; a profile of others is refused"),
         Key("layers", "times", _TIMES, "[[layers]] tables, one for each kind of layer"),
         Key("memory", "memory", _MEMORY, "[[memory]] tables, the same for memory"),

@@ -96,6 +96,8 @@ class ModelProfile:
     times: tuple[LayerTime, ...]
     memory: tuple[LayerMemory, ...] = ()
     grades: tuple[LayerGrade, ...] = ()
+    fragmentation: float | None = None
+    """Part of a device's memory that plans leave to the allocator, in place of what the cluster says; None: that."""
     source: str = ""
     layers_digest: str = ""
     """:attr:`galvatron.core.spec.model.ModelSpec.layers_digest` of what was measured; empty: written by hand."""
@@ -110,6 +112,8 @@ class ModelProfile:
         facts = asdict(self)
         if not self.layers_digest:
             del facts["layers_digest"]
+        if self.fragmentation is None:
+            del facts["fragmentation"]
         for time in facts["times"]:
             if time["ep"] == 1:
                 del time["ep"]

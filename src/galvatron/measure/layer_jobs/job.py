@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from galvatron.core.errors import GalvatronError
 from galvatron.core.spec import ModelSpec
 from galvatron.measure.figures import Block
 from galvatron.measure.layer_jobs.probes import LayerBytes, LayerFindings, LayerProbe, Variant, heaviest
+from galvatron.planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from galvatron.processes.peers import Peers
 
 __all__ = ["LayerJob"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +34,9 @@ class LayerJob:
     block_s: float = 0.03
     tensor_bytes: int | None = None
     """Of a device's memory; None: all that there is. Virtual devices share one, and must not take each other's."""
+
+    plan: Plan | None = None
+    """Of which one rank is rehearsed on a GPU, to see what its allocator loses between tensors; None: nobody asks."""
 
     @property
     def probes(self) -> tuple[LayerProbe, ...]:
@@ -72,7 +80,25 @@ class LayerJob:
                 peers.meet()
                 del probes
                 bench.clear()
-        return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory, sustained=sustained)
+        lost = self._lost(peers)
+        return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory, lost=lost, sustained=sustained)
+
+    def _lost(self, peers: Peers) -> float | None:
+        """Measured by one rank, while the others wait."""
+        if self.plan is None or peers.device.type != "cuda":
+            return None
+        lost = None
+        peers.report(len(self.probes), len(self.probes), "what the allocator loses")
+        if peers.rank == 0:
+            from galvatron.measure.rehearsal.rehearse import rehearse_rank
+
+            fullest = max(self.plan.stages, key=lambda stage: stage.memory_bytes)
+            try:
+                lost = rehearse_rank(self.plan, fullest.devices[0], device=peers.device, steps=0).lost
+            except (GalvatronError, RuntimeError) as error:  # out of memory, mostly; layers are measured all the same
+                _LOG.warning("what the allocator loses is not measured: %s", str(error).partition("\n")[0])
+        peers.meet()
+        return lost
 
     def _heaviest(self, probes: Iterable[LayerProbe]) -> LayerProbe | None:
         """That of the kind of layer that does most of the model's work, if it is among them."""

@@ -112,6 +112,8 @@ class LayerFindings:
     device: str
     blocks: dict[LayerProbe, list[Block]]
     memory: dict[Variant, list[LayerBytes]]
+    lost: float | None = None
+    """Part of a GPU's memory that its allocator loses between tensors while the model trains; None: not measured."""
     sustained: float = 1.0
     """Time of a layer that runs on and on, over that of the short blocks: a GPU lowers its clocks then."""
 

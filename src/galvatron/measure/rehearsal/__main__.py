@@ -12,6 +12,7 @@ from galvatron.core.errors import GalvatronError
 from galvatron.measure.rehearsal.processes import Job
 from galvatron.measure.rehearsal.rehearse import rehearse_rank
 from galvatron.measure.rehearsal.results import Measured
+from galvatron.processes.world import let_segments_grow
 
 
 def main() -> None:
@@ -19,6 +20,8 @@ def main() -> None:
     assert isinstance(job, Job)
     result: Measured | GalvatronError
     try:
+        if job.device == "cuda":
+            let_segments_grow()  # as ranks do
         result = rehearse_rank(job.plan, job.rank, device=torch.device(job.device), steps=job.steps)
     except GalvatronError as error:
         result = error

@@ -53,6 +53,8 @@ class CudaMeter(Meter):
         self._device = device
         self.reserved = 0
         """Most bytes the allocator took from the device: the peak and what it could not reuse."""
+        self.before = 0
+        """Bytes of tensors that were there before it was entered."""
 
     def __enter__(self) -> CudaMeter:
         # The library of matrix products takes its workspace from the same allocator when it is first used.
@@ -62,7 +64,7 @@ class CudaMeter(Meter):
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
+        self.before = torch.cuda.memory_allocated(self._device)
         self._reserved_before = torch.cuda.memory_reserved(self._device)
         return self
 
@@ -75,10 +77,10 @@ class CudaMeter(Meter):
     def phase(self, name: str) -> Iterator[None]:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        start = torch.cuda.memory_allocated(self._device) - self._before
+        start = torch.cuda.memory_allocated(self._device) - self.before
         yield
         torch.cuda.synchronize(self._device)
-        self.phases[name] = PhaseBytes(start, torch.cuda.max_memory_allocated(self._device) - self._before)
+        self.phases[name] = PhaseBytes(start, torch.cuda.max_memory_allocated(self._device) - self.before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from galvatron.families.generic.image_examples import example_of
 from galvatron.families.layer import LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.measure.rehearsal.alone import alone_as, kernels_for
+from galvatron.measure.rehearsal.least import least_bytes
 from galvatron.measure.rehearsal.memory import CudaMeter, meter_for
 from galvatron.measure.rehearsal.results import Measured
 from galvatron.measure.rehearsal.weights import CheapWeights
@@ -60,7 +61,12 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
             forward_backward()
         with meter.phase("optimizer"):
             optimizer.step()
+
     # Afterwards with the device's own kernels.
+    def iteration() -> None:
+        forward_backward()
+        optimizer.step()
+
     times = [(_timed(forward_backward, device), _timed(optimizer.step, device)) for _ in range(steps)]
     return Measured(
         state_bytes=meter.phases["optimizer"].start,
@@ -69,6 +75,8 @@ def measure_rank(plan: Plan, *, device: torch.device, steps: int) -> Measured:
         reserved_bytes=meter.reserved if isinstance(meter, CudaMeter) else None,
         compute_s=statistics.median(compute for compute, _ in times) if times else math.nan,
         optimizer_s=statistics.median(step for _, step in times) if times else math.nan,
+        # Last, for it leaves nothing that could go on.
+        least_bytes=least_bytes(iteration, device) - meter.before if isinstance(meter, CudaMeter) else None,
     )
 
 

@@ -30,6 +30,8 @@ class Measured:
     """Peak of the optimizer step."""
     reserved_bytes: int | None
     """Most the caching allocator took from the device: the peak, and what it could not reuse. None on the CPU."""
+    least_bytes: int | None = None
+    """Least of the device's memory in which the allocator does not run short. None on the CPU."""
     compute_s: float
     """Forward and backward of all micro-batches: the median of the measured iterations."""
     optimizer_s: float
@@ -37,6 +39,11 @@ class Measured:
     @property
     def peak_bytes(self) -> int:
         return max(self.forward_backward_bytes, self.optimizer_bytes)
+
+    @property
+    def lost(self) -> float:
+        """Part of the least memory that the allocator cannot give away."""
+        return 0.0 if self.least_bytes is None else max(0.0, 1 - self.peak_bytes / self.least_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +153,12 @@ def _notes(plan: Plan, rehearsals: Sequence[Rehearsal]) -> list[Text]:
     taken = [each.measured.reserved_bytes for each in rehearsals if each.measured.reserved_bytes is not None]
     if taken:
         lines.append(f"The allocator took at most {format_bytes(max(taken))} from the device.")
+    lines += [
+        f"Rank {each.rank} still runs in {format_bytes(each.measured.least_bytes)}, {each.measured.lost:.1%} of it "
+        "between tensors."
+        for each in rehearsals
+        if each.measured.least_bytes is not None
+    ]
     if plan.space.conventions != "galvatron":
         lines.append("The plan predicts for the systems of the paper; what ran is this runtime.")
     return [Text(line, style="dim") for line in lines]

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Cluster, ModelProfile, ModelSpec
 from galvatron.families import load_profile, paper_profile
 from galvatron.planner.plan.options import Setup
 
-__all__ = ["profile_for"]
+__all__ = ["as_profiled", "profile_for"]
 
 _LOG = logging.getLogger(__name__)
 _FIGURES = (("parameters", "parameters", 0.0), ("forward_flops", "operations a sample", 0.05))
 """What tells layers apart, in words, and how far it may be off: fused attention leaves out some operations."""
+
+
+def as_profiled(cluster: Cluster, profile: ModelProfile | None) -> Cluster:
+    """The cluster with what its allocators lose while they train this model, where they lose something and that was
+    measured."""
+    if profile is None or profile.fragmentation is None or not cluster.fragmentation:
+        return cluster
+    return replace(cluster, fragmentation=profile.fragmentation)
 
 
 def profile_for(setup: Setup, model: ModelSpec, cluster: Cluster) -> ModelProfile | None:

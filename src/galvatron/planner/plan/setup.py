@@ -41,7 +41,7 @@ from galvatron.planner.plan.limiting import parse_forbid, parse_pins
 from galvatron.planner.plan.options import Setup, checked_setup
 from galvatron.planner.plan.paper import PAPER_MICRO_BATCHES, paper_precision, paper_stages_a_micro_batch
 from galvatron.planner.plan.planner import Request
-from galvatron.planner.plan.profiled import profile_for
+from galvatron.planner.plan.profiled import as_profiled, profile_for
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
@@ -104,9 +104,10 @@ def request_for(
     memory, batch_step = setup.get("memory"), setup.get("batch_step")
     batch = _batch(setup, model, cluster)
     most = setup.get("max_micro_batches")
+    profile = profile_for(setup, model, cluster)
     return Request(
         model=model,
-        cluster=cluster,
+        cluster=as_profiled(cluster, profile),
         memory_bytes=None if memory is None else _budget(memory),
         batch=batch,
         batch_step=_PAPER_STEP if paper and batch is batch_step is None else batch_step,
@@ -118,7 +119,7 @@ def request_for(
         schedule=_schedule(setup),
         cuts=_chosen(CutRule, setup.get("cuts"), "cuts", CutRule.MEMORY if paper else CutRule.EXACT),
         conventions=PAPER_SYSTEMS if paper else GALVATRON,
-        profile=profile_for(setup, model, cluster),
+        profile=profile,
         max_micro_batches=PAPER_MICRO_BATCHES if paper and most is None else most,
         stages_a_micro_batch=paper_stages_a_micro_batch(cluster.devices) if paper and most is None else None,
         limits=_limits(setup),
