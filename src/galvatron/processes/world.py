@@ -183,8 +183,23 @@ def cap_memory(device: torch.device, tensor_bytes: int) -> None:
 
 @contextmanager
 def capped(device: torch.device, most_bytes: int) -> Iterator[None]:
-    """While this lasts, a GPU's allocator has no more of its memory; tensors and workspaces are in it."""
-    _, total = torch.cuda.mem_get_info(device)
+    """While this lasts, a GPU's allocator has no more of its memory; tensors and workspaces are in it.
+
+    A virtual GPU gets another limit. Of a real one the rest is taken, for an allocator with a limit runs short before
+    it is reached: it counts what it is asked for in full, also where a part of that is free already.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if virtual_devices() is None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # memory of its own
+            rest = free - (most_bytes - torch.cuda.memory_reserved(device))
+            taken = torch.empty(max(rest, 0), dtype=torch.uint8, device=device)
+        try:
+            yield
+        finally:
+            del taken
+            torch.cuda.empty_cache()
+        return
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(most_bytes / total, 1.0), device)
     try:

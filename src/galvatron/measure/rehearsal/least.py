@@ -32,7 +32,6 @@ def least_bytes(work: Callable[[], object], device: torch.device) -> int:
         limit = math.ceil(tensors * (1 + margin))
         if limit >= enough:
             continue
-        torch.cuda.empty_cache()
         with capped(device, limit):
             if not _runs(work, device):
                 break
