@@ -72,7 +72,7 @@ class Column:
 
 
 def columns(runs: Iterable[Run]) -> list[Column]:
-    """In the order of the file's first mention. Systems that run one plan have what was last measured of it."""
+    """In the order of the file's first mention. Systems that run one plan have what was measured of it."""
     found: dict[tuple[str, str], list[Run]] = {}
     counting = deciding(runs)
     for cell, run in counting.items():
@@ -80,7 +80,21 @@ def columns(runs: Iterable[Run]) -> list[Column]:
         if twin is not None and twin.doing == run.doing:
             run = replace(twin, system=run.system, said_to_fit=run.said_to_fit, same_as=run.same_as)
         found.setdefault((cell.model, cell.budget), []).append(run)
-    return [Column(model=model, budget=budget, runs=tuple(systems)) for (model, budget), systems in found.items()]
+    return [Column(model=model, budget=budget, runs=_pooled(systems)) for (model, budget), systems in found.items()]
+
+
+def _pooled(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """With the iterations of one plan in one boot taken together, where systems ran it apart."""
+
+    def alike(run: Run) -> tuple[object, ...]:
+        return (run.program_run, run.facts.get("boot"))
+
+    def all_of(run: Run) -> tuple[float, ...]:
+        measured = dict.fromkeys(one.iterations_s for one in runs if one.status == "ok" and alike(one) == alike(run))
+        return tuple(second for seconds in measured for second in seconds)
+
+    ours = {run.system for run in runs if run.program == "galvatron" and run.status == "ok"}
+    return tuple(replace(run, iterations_s=all_of(run)) if run.system in ours else run for run in runs)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def _run(system: str, seconds: tuple[float, ...] = (), **changes: Any) -> Run:
         "micro_batches": 1, "schedule": "gpipe", "said_to_fit": True, "predicted_s": 2.0,
         "predicted_without_slowdown_s": 1.0, "predicted_bytes": 110, "reserved_bytes": 0,
         "status": "ok" if seconds else "oom", "iterations_s": seconds, "peak_bytes": (90, 100),
+        "plan": (changes.get("same_as", system),),
     }  # fmt: skip
     return Run(**{**fields, **changes})
 
@@ -37,7 +38,7 @@ def test_lead_over_the_best_baseline() -> None:
     ours, slow, fast = _run("galvatron", (2.0, 2.0, 2.2)), _run("dp", (4.0,)), _run("sdp", (2.5,))
     extended = _run("galvatron-extended", (1.0,))
     (column,) = columns([ours, slow, fast, extended])
-    assert column.best_baseline is fast
+    assert column.best_baseline == fast
     assert column.lead == pytest.approx(1.25)
     assert column.leads is True
 
@@ -127,6 +128,21 @@ def test_systems_with_one_plan_have_what_was_last_measured_of_it() -> None:
     assert [run.iterations_s for run in column.runs] == [(2.0, 3.0)] * 2
     (column,) = columns([ours, twin, replace(ours, iterations_s=(3.0,), micro_batches=4)])  # another plan by now
     assert [run.iterations_s for run in column.runs] == [(3.0,), (2.0,)]
+
+
+def test_one_plan_of_ours_in_one_boot_is_one_measurement() -> None:
+    """Systems that ran it apart have the iterations of both; a stock program, or another boot, has its own."""
+    facts = {"boot": "a"}
+    runs = [
+        _run(system, seconds, facts=facts, plan=("embedding dp8",))
+        for system, seconds in (("pp", (2.0, 2.1)), ("galvatron", (2.2, 2.3)))
+    ]
+    (column,) = columns(runs)
+    assert [run.iterations_s for run in column.runs] == [(2.0, 2.1, 2.2, 2.3)] * 2
+    assert column.lead == 1
+    for apart in ({"program": "stock"}, {"facts": {"boot": "b"}}, {"plan": ("other",)}):
+        (column,) = columns([replace(runs[0], **apart), runs[1]])
+        assert [run.iterations_s for run in column.runs] == [(2.0, 2.1), (2.2, 2.3)]
 
 
 def test_errors_of_estimation() -> None:

@@ -149,6 +149,7 @@ def test_people_see_both_figures_and_what_they_mean(plan: galvatron.Plan) -> Non
         forward_backward_bytes=2 * plan.stages[0].memory_bytes,
         optimizer_bytes=0,
         reserved_bytes=3 * 2**30,
+        least_bytes=4 * plan.stages[0].memory_bytes,
         compute_s=0.25,
         optimizer_s=0.002,
     )
@@ -156,7 +157,14 @@ def test_people_see_both_figures_and_what_they_mean(plan: galvatron.Plan) -> Non
     with console.capture() as captured:
         console.print(rehearsal_view(plan, [Rehearsal.of(plan, 0, "cuda", measured)]))
     text = captured.get()
-    for part in ("rank 0 of 8, alone on cuda", "250 ms", "2.00 ms", "TITAN RTX", "at most 3.00 GiB"):
+    for part in (
+        "rank 0 of 8, alone on cuda",
+        "250 ms",
+        "2.00 ms",
+        "TITAN RTX",
+        "at most 3.00 GiB",
+        "50.0% of it between tensors",
+    ):
         assert part in text
     assert f"{Rehearsal.of(plan, 0, 'cuda', measured).memory_ratio - 1:+.1%}" in text
 

@@ -52,6 +52,13 @@ def test_only_where_logits_go_into_the_loss_alone() -> None:
         plan_for(_case("llama", ["dp2", "dp2", "dp2+fl+rc"]))
 
 
+@pytest.mark.parametrize("words", [1, 30_522, 128_256, 2**20 - 1, 2**24, 2**29])
+def test_chunks_are_whole_tiles_of_at_most_so_many_logits(words: int) -> None:
+    rows = fused_loss._rows(words)
+    assert rows == 1 or rows * words <= fused_loss.LOSS_CHUNK_CELLS < 2 * max(rows, 256) * words
+    assert rows <= 256 or rows % 256 == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cells", [1, 50, 10**6])
 @pytest.mark.parametrize("chunk", [fused_loss._whole, fused_loss._compiled])

@@ -43,6 +43,8 @@ _LEAST_S = 1e-9
 _UNSEEN = 0.03
 """Of a GPU's memory, besides what its allocator lost in one plan: what others lose more, and what predictions are off
 by (docs/evidence.md)."""
+_REHEARSED_ROOM = 0.15
+"""Of a GPU's memory that the plan in which it is seen leaves free: enough for it to run, whatever is lost."""
 _REHEARSED_S = 2.0
 """An iteration of the plan in which it is seen: longer ones show no more."""
 _PLANNING_S = 2.0
@@ -122,7 +124,7 @@ def _plan_to_rehearse(model: ModelSpec, cluster: Cluster) -> Plan | None:
     """A plan of the kind that will be chosen, priced by counts; None where no allocator loses memory."""
     if not cluster.fragmentation:
         return None
-    request = Request(model=model, cluster=replace(cluster, fragmentation=0.0), time_limit_s=_PLANNING_S)
+    request = Request(model=model, cluster=replace(cluster, fragmentation=_REHEARSED_ROOM), time_limit_s=_PLANNING_S)
     plan = try_plan(request)
     if plan is None or plan.iteration_s <= _REHEARSED_S:
         return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,37 @@ def test_rows_that_are_not_read_are_told(workers: int) -> None:
     skipped = frozenset({"pixel_values"})
     assert [data.unread[row] for row in range(4)] == [skipped, frozenset(), frozenset(), skipped]
     loader.close()
+
+
+class _InParallel:
+    """A data set whose samples are made by what PyTorch runs in threads of its own; all begin at once."""
+
+    fingerprint = "in parallel"
+
+    def __init__(self, workers: int) -> None:
+        self._gate = threading.Barrier(workers)
+
+    def __len__(self) -> int:
+        return 8
+
+    def sample(self, index: int, generator: torch.Generator, unread: frozenset[str] = frozenset()) -> Sample:
+        self._gate.wait()
+        return {"found": torch.isin(torch.arange(100), torch.arange(3)).sum()}
+
+
+def test_workers_of_a_forked_process_can_begin_at_once() -> None:
+    """PyTorch makes its threads anew there, and a second thread that began meanwhile found none: mostly so with 8."""
+    torch.isin(torch.arange(10), torch.arange(3))
+    torch.set_num_threads(torch.get_num_threads())  # there are threads that a fork leaves behind
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                next(Loader(_InParallel(8), batch=8, workers=8))
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_nothing_to_load_is_refused() -> None:

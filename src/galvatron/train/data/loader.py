@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from galvatron.core.errors import InvalidInput
 from galvatron.train.data.dataset import Dataset, Sample, collate
@@ -110,6 +111,10 @@ class Loader:
             frozenset(name for name, rows in (reads or {}).items() if row not in rows) for row in range(batch)
         ]
         self._workers = workers
+        if workers:
+            # In a forked process PyTorch makes its threads anew at first use, which two threads must not begin at once
+            # ("Invalid thread pool").
+            torch.set_num_threads(torch.get_num_threads())
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="galvatron-data") if workers else None
         self._ahead: deque[list[Future[list[Sample]]]] = deque()
 
