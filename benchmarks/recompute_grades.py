@@ -109,10 +109,12 @@ def _profile(args: argparse.Namespace, path: Path) -> None:
     import torch
 
     from galvatron.core.files.profiles import dump_profile
-    from galvatron.measure.layers import profile_model
+    from galvatron.measure.layers import Effort, profile_model
 
     request = _request(args, cuda=torch.cuda.is_available())
-    path.write_text(dump_profile(profile_model(request.model, request.cluster, rounds=3)), encoding="utf-8")
+    path.write_text(
+        dump_profile(profile_model(request.model, request.cluster, effort=Effort(rounds=3))), encoding="utf-8"
+    )
 
 
 def _run(args: argparse.Namespace, given: list[str]) -> None:

@@ -139,6 +139,7 @@ def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
         bench._settings = SimpleNamespace(compile=compiles)  # type: ignore[assignment]
         silent: Any = SimpleNamespace(rank=rank, local_world=world, report=lambda *_: None, meet=lambda: None)
         bench._peers, bench._assemblies, bench._pools, bench._kept = silent, {}, {}, {}
+        bench._limit_s = None
         bench.probe = probe  # type: ignore[method-assign]
         bench.compile_ahead(probes)
     if world == 1 or not compiles:
@@ -150,11 +151,12 @@ def test_ranks_compile_different_layers(world: int, compiles: bool) -> None:
         assert counts == sorted(counts, reverse=True)
 
 
-def _bench(lacks: Callable[[LayerProbe, int], bool]) -> Bench:
+def _bench(lacks: Callable[[LayerProbe, int], bool], limit_s: float | None = None) -> Bench:
     """One whose device has too little memory for some probes, beside so many layers."""
     bench = object.__new__(Bench)
     bench._peers = SimpleNamespace(gather=lambda own: [own], rank=1, device=torch.device("cpu"))  # type: ignore[assignment]
     bench._assemblies, bench._pools, bench._kept = {}, {}, {}
+    bench._limit_s, bench._begun, bench.left_out = limit_s, 0.0, []
 
     def probe(asked: LayerProbe) -> Probe:
         bench._assemblies[asked.variant] = SimpleNamespace()  # type: ignore[assignment]
@@ -178,3 +180,31 @@ def test_what_fits_alone_must_fit_beside_the_others() -> None:
     probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in _VARIANTS]
     bench = _bench(lambda asked, layers: asked == probes[0] and layers > 1)
     assert set(bench.fitting(probes)) == set(probes[1:])
+
+
+def test_after_the_time_limit_whole_layers_alone_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come first; each layer that is built takes a second here, and two seconds are given."""
+    split = [replace(own, tp=2) for own in _VARIANTS]
+    probes = [LayerProbe(variant=own, samples=count) for count in (8, 2, 1) for own in (*split, *_VARIANTS)]
+    for limit_s, expected in ((0.5, _VARIANTS), (2.5, [*_VARIANTS, split[0]]), (9.0, [*_VARIANTS, *split])):
+        bench = _bench(lambda asked, layers: False, limit_s)
+        monkeypatch.setattr("time.monotonic", lambda bench=bench: float(len(bench._assemblies)))
+        found = {probe.variant for probe in bench.fitting(probes)}
+        assert found == set(expected)
+        assert set(bench.left_out) == {*_VARIANTS, *split} - found
+
+
+def test_little_is_compiled_ahead_where_there_is_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(lambda asked, layers: False, 10.0)
+    ran: list[LayerProbe] = []
+    silent: Any = SimpleNamespace(rank=0, local_world=2, report=lambda *_: None, meet=lambda: None)
+    bench._peers, bench._settings = silent, SimpleNamespace(compile=True)  # type: ignore[assignment]
+
+    def probe(asked: LayerProbe) -> Probe:
+        ran.append(asked)
+        return Probe(lambda calls: (0.0,))
+
+    bench.probe = probe  # type: ignore[method-assign]
+    monkeypatch.setattr("time.monotonic", lambda: 2.5 * len(ran))
+    bench.compile_ahead([LayerProbe(variant=replace(_VARIANTS[0], tp=1 << n), samples=1) for n in range(12)])
+    assert len(ran) == 3

@@ -18,7 +18,7 @@ from galvatron.core.spec.strategy import Kind
 from galvatron.families import load_cluster, load_model, load_profile
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layer_jobs import probes
-from galvatron.measure.layers import profile_model
+from galvatron.measure.layers import Effort, profile_model
 from galvatron.measure.models import load_any_model
 from galvatron.processes.helper import measured
 
@@ -102,7 +102,7 @@ def test_what_fails_in_a_rank_is_said_without_a_traceback(cache: Path) -> None:
     assert broken.config is not None
     broken.config["model_type"] = "no-such-thing"  # type: ignore[index]
     with pytest.raises(GalvatronError, match="no-such-thing"):
-        profile_model(broken, cluster, rounds=2)
+        profile_model(broken, cluster, effort=Effort(rounds=2))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_long_sample_is_measured_as_one_of_its_devices_has_it(
         small = replace(small, device=replace(small.device, fp32_flops_per_s=1e6))
     assert {own.variant.ulysses for own in _decoders(model, small)} == {2}
     assert max(own.samples for own in _decoders(model, small)) == samples
-    whole, divided = (profile_model(model, own, rounds=2) for own in (large, small))
+    whole, divided = (profile_model(model, own, effort=Effort(rounds=2)) for own in (large, small))
     kept, known = (own.memory_of("decoder", 1, sequence_parallel=False) for own in (divided, whole))
     assert kept is not None
     assert known is not None

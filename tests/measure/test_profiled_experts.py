@@ -19,7 +19,7 @@ from galvatron.core.spec import Experts, LayerSpec, LayerTime, ModelProfile, Mod
 from galvatron.measure.clusters import profile_cluster
 from galvatron.measure.layer_jobs.probes import Variant, variants_of
 from galvatron.measure.layer_jobs.runs import Bench
-from galvatron.measure.layers import profile_model
+from galvatron.measure.layers import Effort, profile_model
 from galvatron.measure.rehearsal.alone import alone_as
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.processes.peers import Peers
@@ -132,7 +132,7 @@ def test_a_profiled_mixture_of_experts_is_planned(tmp_path: Path) -> None:
     spec = _described()
     cluster = profile_cluster(2, fresh=True, rounds=2)
     assert cluster.groups[0].all_to_all_bytes_per_s
-    profile = profile_model(spec, cluster, fresh=True, rounds=2)
+    profile = profile_model(spec, cluster, fresh=True, effort=Effort(rounds=2))
     assert {time.ep for time in profile.times if time.layer == "block"} == {1, 2}
     (tmp_path / "profile.toml").write_text(dump_profile(profile))
     plan = galvatron.plan(spec, cluster, batch=8, profile=tmp_path / "profile.toml")

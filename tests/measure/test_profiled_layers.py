@@ -23,7 +23,7 @@ from galvatron.measure.layer_jobs.probes import (
     probes_of,
     variants_of,
 )
-from galvatron.measure.layers import profile_model, profile_of
+from galvatron.measure.layers import Effort, profile_model, profile_of
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request
@@ -268,13 +268,45 @@ def test_a_degree_that_was_not_measured_is_taken_from_the_nearest_below() -> Non
     assert encoders_s(time(1, 0.8), time(2, 0.6)) == pytest.approx(8 * 3 * 0.6 * 2 / 8, rel=1e-3)
 
 
+def test_what_time_was_too_short_for_is_named_and_measured_with_more(
+    stand_in: list[LayerJob], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a limit cut short is found again under that limit, and is no answer to who gives more time."""
+
+    def cut_short(job: LayerJob, progress: object) -> LayerFindings:
+        known, split = findings(job), tuple(variant for variant in job.variants if variant.tp > 1)
+        if job.limit_s != 60:
+            stand_in.append(job)
+            return known
+        blocks = {probe: blocks for probe, blocks in known.blocks.items() if probe.variant.tp == 1}
+        return replace(known, blocks=blocks, left_out=split)
+
+    monkeypatch.setattr(layers, "measured", cut_short)
+    short = profile_model(model_of(), cluster_of(), effort=Effort(limit_s=60))
+    assert "the time limit of 60.0 s was over" in caplog.text
+    assert "encoder tp2" in caplog.text
+    assert {time.tp for time in short.times} == {1}
+    assert profile_model(model_of(), cluster_of(), effort=Effort(limit_s=60)) == short
+    assert not stand_in
+    whole = profile_model(model_of(), cluster_of())
+    assert max(time.tp for time in whole.times) > 1
+    assert profile_model(model_of(), cluster_of(), effort=Effort(limit_s=60)) == whole, "all was measured since"
+    assert len(stand_in) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({"tp_degrees": [3]}, "tp-degrees: 3 given; expected divisors of the 4"), ({"rounds": 1}, "rounds: 1")],
+    [({"tp_degrees": [3]}, "tp-degrees: 3 given; expected divisors of the 4")],
 )
 def test_what_cannot_be_measured_is_refused(options: dict[str, object], expected: str) -> None:
     with pytest.raises(InvalidInput, match=expected):
         profile_model(model_of(), cluster_of(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({"rounds": 1}, "rounds: 1"), ({"limit_s": 0.0}, "time-limit: 0 s")])
+def test_no_effort_is_refused(fields: dict[str, float], expected: str) -> None:
+    with pytest.raises(InvalidInput, match=expected):
+        Effort(**fields)  # type: ignore[arg-type]
 
 
 def test_a_model_of_figures_alone_is_refused() -> None:

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from galvatron import InvalidInput
+from galvatron.core.spec import LOSS_CHUNK_CELLS
 from galvatron.runtime import fused_loss
 from galvatron.runtime.tensor_parallel.vocabulary import Smoothing
 
@@ -55,7 +56,7 @@ def test_only_where_logits_go_into_the_loss_alone() -> None:
 @pytest.mark.parametrize("words", [1, 30_522, 128_256, 2**20 - 1, 2**24, 2**29])
 def test_chunks_are_whole_tiles_of_at_most_so_many_logits(words: int) -> None:
     rows = fused_loss._rows(words)
-    assert rows == 1 or rows * words <= fused_loss.LOSS_CHUNK_CELLS < 2 * max(rows, 256) * words
+    assert rows == 1 or rows * words <= LOSS_CHUNK_CELLS < 2 * max(rows, 256) * words
     assert rows <= 256 or rows % 256 == 0
 
 

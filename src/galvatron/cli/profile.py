@@ -8,12 +8,14 @@ import typer
 
 from galvatron.cli import options as opt
 from galvatron.core.errors import InvalidInput
+from galvatron.core.units import parse_seconds
 from galvatron.planner.plan.options import help_of
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure this machine's devices and links, or a model's layers on them.", no_args_is_help=True)
 
+_UNLIMITED = "none"
 Output = Annotated[str | None, typer.Option("--output", "-o", help="Write the figures to this .toml file.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again instead of using cached results.")]
 RoundsOption = Annotated[int, typer.Option("--rounds", help="How many times everything is measured.")]
@@ -66,6 +68,9 @@ def model_command(
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help=help_of("compile"))] = None,
     output: Output = None,
     rounds: RoundsOption = 5,
+    time_limit: Annotated[
+        str, typer.Option(help="Time after which only whole layers are measured, such as 1h; none: no limit.")
+    ] = "15min",
     fresh: Fresh = False,
     as_json: opt.AsJson = False,
 ) -> None:
@@ -78,7 +83,7 @@ def model_command(
     from galvatron.families import load_cluster
     from galvatron.measure.auto import AUTO
     from galvatron.measure.clusters import profile_cluster
-    from galvatron.measure.layers import profile_model
+    from galvatron.measure.layers import Effort, profile_model
     from galvatron.measure.models import check_name, load_any_model
     from galvatron.planner.plan.options import Setup
     from galvatron.planner.plan.setup import training_of
@@ -86,6 +91,8 @@ def model_command(
 
     opt.checked_file(output, ".toml", "my-profile")
     degrees = _degrees(tp_degrees)
+    limit_s = None if time_limit == _UNLIMITED else parse_seconds(time_limit, where="time-limit")
+    effort = Effort(rounds=rounds, limit_s=limit_s)
     setup = Setup(
         precision=precision, attention=attention, dropout=dropout, sequence_length=sequence_length, compile=compiled
     )
@@ -95,7 +102,7 @@ def model_command(
             where = profile_cluster(progress=progress) if cluster == AUTO else load_cluster(cluster)
         spec = load_any_model(model, training_of(setup, where.device))
         with shown_progress(spec.name) as progress:
-            profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, rounds=rounds, progress=progress)
+            profile = profile_model(spec, where, tp_degrees=degrees, fresh=fresh, effort=effort, progress=progress)
     if not _speaks():
         return
     opt.write_file(output, dump_profile(profile))

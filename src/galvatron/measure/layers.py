@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.profiles import dump_profile
 from galvatron.core.spec import ADAMW, Cluster, LayerGrade, LayerMemory, LayerSpec, LayerTime, ModelProfile, ModelSpec
+from galvatron.core.units import format_seconds
 from galvatron.families import load_profile
 from galvatron.measure import cache
 from galvatron.measure.cache import provenance
@@ -34,7 +35,7 @@ from galvatron.processes.helper import measured, under_torchrun
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import virtual_devices
 
-__all__ = ["profile_model", "profile_of"]
+__all__ = ["Effort", "profile_model", "profile_of"]
 
 _LOG = logging.getLogger(__name__)
 _CLEARLY = 1.5
@@ -48,8 +49,25 @@ _REHEARSED_ROOM = 0.15
 _REHEARSED_S = 2.0
 """An iteration of the plan in which it is seen: longer ones show no more."""
 _PLANNING_S = 2.0
+_NAMED = 5
 _TOLD = 0.01
 """Of a forward: smaller differences are noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How thoroughly layers are measured."""
+
+    rounds: int = 5
+    """How many times each."""
+    limit_s: float | None = 900.0
+    """After so many seconds whole layers are still measured, but nothing else; None: there is no limit."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 2:
+            raise InvalidInput(f"rounds: {self.rounds} given; expected at least 2, so that they can be compared")
+        if self.limit_s is not None and not self.limit_s > 0:
+            raise InvalidInput(f"time-limit: {self.limit_s:g} s given; expected more than 0, such as 10min")
 
 
 def profile_model(
@@ -58,7 +76,7 @@ def profile_model(
     *,
     tp_degrees: Sequence[int] | None = None,
     fresh: bool = False,
-    rounds: int = 5,
+    effort: Effort | None = None,
     progress: Progress | None = None,
 ) -> ModelProfile:
     """Measure each kind of layer of a model: forward and backward over several batch sizes and degrees of TP, what it
@@ -73,8 +91,7 @@ def profile_model(
             f"model {model.name!r} is described by figures alone, so its layers cannot be run and measured; give a "
             "preset or a Hugging Face configuration"
         )
-    if rounds < 2:
-        raise InvalidInput(f"rounds: {rounds} given; expected at least 2, so that they can be compared")
+    effort = effort or Effort()
     degrees = _degrees(cluster, tp_degrees)
     model = model.untuned()  # what is frozen follows from what the stock model's layers take
     # No layer depends on the optimizer; what float8 changes is counted.
@@ -99,25 +116,39 @@ def profile_model(
         model=model,
         groups=groups_of(probes, model, cluster),
         devices=cluster.devices if cluster.compute_contention > 1 or virtual_devices() is not None else 1,
-        rounds=rounds,
+        rounds=effort.rounds,
         tensor_bytes=max(cluster.device.memory_bytes - cluster.reserved_bytes, 1),
+        limit_s=effort.limit_s,
         plan=_plan_to_rehearse(model, cluster),
     )
     key = cache.key_of(
         model=model.digest, config=model.config, degrees=degrees, samples=[probe.size for probe in job.probes],
-        devices=job.devices, rounds=rounds, rehearsed=None if job.plan is None else cluster.device.memory_bytes,
+        devices=job.devices, rounds=effort.rounds, rehearsed=None if job.plan is None else cluster.device.memory_bytes,
     )  # fmt: skip
-    kept = cache.cached_file("model", key)
-    # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
-    if kept.exists() and not fresh and not under_torchrun():
-        known = load_profile(kept)
-        cache.warn_if_noisy(known.source)
-        return known
+    whole, partial = cache.cached_file("model", key), cache.cached_file("model", f"{key}-{effort.limit_s}")
+    for kept in (whole, partial):
+        # Under torchrun machines might differ in what they have kept, and wait for each other for ever.
+        if kept.exists() and not fresh and not under_torchrun():
+            known = load_profile(kept)
+            cache.warn_if_noisy(known.source)
+            return known
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)
+    if findings.left_out:
+        _LOG.warning("%s", _left_out(findings.left_out, effort.limit_s or 0))
     profile = profile_of(model, findings)
-    cache.keep(kept, dump_profile(profile))
+    cache.keep(partial if findings.left_out else whole, dump_profile(profile))
     return profile
+
+
+def _left_out(variants: Sequence[Variant], limit_s: float) -> str:
+    named = [f"{variant.layer} {variant.strategy}" for variant in variants[:_NAMED]]
+    more = f" and {len(variants) - _NAMED} more" if len(variants) > _NAMED else ""
+    return (
+        f"the time limit of {format_seconds(limit_s)} was over before these were measured: "
+        f"{', '.join(named)}{more}; they are priced by what is known of the layers that were, which may be far off; "
+        "'galvatron profile model' has --time-limit"
+    )
 
 
 def _plan_to_rehearse(model: ModelSpec, cluster: Cluster) -> Plan | None:

@@ -35,6 +35,8 @@ class LayerJob:
     tensor_bytes: int | None = None
     """Of a device's memory; None: all that there is. Virtual devices share one, and must not take each other's."""
 
+    limit_s: float | None = None
+    """Seconds after which only what no plan can do without is measured; None: all is, however long it takes."""
     plan: Plan | None = None
     """Of which one rank is rehearsed on a GPU, to see what its allocator loses between tensors; None: nobody asks."""
 
@@ -65,7 +67,7 @@ class LayerJob:
         sustained = 1.0
         # Split layers run without the other ranks: what they would send to each other is measured with the cluster.
         with alone_as(0, max(variant.ranks for variant in self.variants)):
-            bench = Bench(self.model, peers)
+            bench = Bench(self.model, peers, limit_s=self.limit_s)
             bench.compile_ahead(self.probes)
             for group in self.groups:
                 done, left = len(self.probes) - left, left - len(group)
@@ -80,8 +82,14 @@ class LayerJob:
                 peers.meet()
                 del probes
                 bench.clear()
-        lost = self._lost(peers)
-        return LayerFindings(device=device_name(peers), blocks=blocks, memory=memory, lost=lost, sustained=sustained)
+        return LayerFindings(
+            device=device_name(peers),
+            blocks=blocks,
+            memory=memory,
+            left_out=tuple(bench.left_out),
+            lost=None if bench.late() else self._lost(peers),
+            sustained=sustained,
+        )
 
     def _lost(self, peers: Peers) -> float | None:
         """Measured by one rank, while the others wait."""

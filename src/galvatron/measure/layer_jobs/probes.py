@@ -112,6 +112,8 @@ class LayerFindings:
     device: str
     blocks: dict[LayerProbe, list[Block]]
     memory: dict[Variant, list[LayerBytes]]
+    left_out: tuple[Variant, ...] = ()
+    """What was not measured because time was over."""
     lost: float | None = None
     """Part of a GPU's memory that its allocator loses between tensors while the model trains; None: not measured."""
     sustained: float = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ from galvatron.runtime.settings import ComputeSettings
 __all__ = ["Bench"]
 
 _LOG = logging.getLogger(__name__)
+_COMPILING_SHARE = 0.6
+"""Of the time for measuring, after which nothing is compiled ahead."""
 _SPREAD = 0.02
 _CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 """Larger than what a device keeps near its arithmetic."""
@@ -45,7 +48,7 @@ _CACHE_BYTES = {"cpu": 8 << 20, "cuda": 128 << 20}
 class Bench:
     """Runs layers of one model on this rank's device."""
 
-    def __init__(self, model: ModelSpec, peers: Peers) -> None:
+    def __init__(self, model: ModelSpec, peers: Peers, *, limit_s: float | None = None) -> None:
         if model.config is None:
             raise InvalidInput(f"model {model.name!r} is described by figures alone, so its layers cannot be run")
         check_tf32(model.training.precision, peers.device)
@@ -61,6 +64,9 @@ class Bench:
             compile=compiles(model.training.compile, peers.device),
             tf32=tf32_of(model.training.precision),
         )
+        self._begun, self._limit_s = time.monotonic(), limit_s
+        self.left_out: list[Variant] = []
+        """What is not measured, because the time for it was over."""
         self._assemblies: dict[Variant, Assembly] = {}
         self._pools: dict[Variant, GroupPool] = {}
         self._kept: dict[tuple[int, ...], Tensor] = {}
@@ -80,7 +86,7 @@ class Bench:
     def fitting(self, probes: Sequence[LayerProbe]) -> dict[LayerProbe, Probe]:
         """Those of the probes that every rank has memory for beside all others' layers, each run once; most samples
         first."""
-        self._hold_all(probes)
+        probes = self._hold_all(probes)
         found: dict[LayerProbe, Probe] = {}
         for probe in probes:
             own, fits = None, True
@@ -107,15 +113,30 @@ class Bench:
         # Where a line was asked for, one point is none.
         return {probe: run for probe, run in found.items() if counts[probe.variant] >= min(asked[probe.variant], 2)}
 
-    def _hold_all(self, probes: Sequence[LayerProbe]) -> None:
-        """Have the weights and gradients of all layers: a probe must still fit when the last one has come."""
-        for variant in dict.fromkeys(probe.variant for probe in probes):
+    def late(self) -> bool:
+        """Whether the time that there is for measuring is over on some rank."""
+        return self._limit_s is not None and any(self._peers.gather(self._used_s() > self._limit_s))
+
+    def _used_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _hold_all(self, probes: Sequence[LayerProbe]) -> list[LayerProbe]:
+        """Have the weights and gradients of all layers: a probe must still fit when the last one has come. Whole layers
+        come first, and are held however late it is; returns the probes of what is held."""
+        variants = sorted(dict.fromkeys(probe.variant for probe in probes), key=lambda own: not own.whole)
+        left_out: set[Variant] = set()
+        for variant in variants:
+            if left_out or (not variant.whole and self.late()):
+                left_out.add(variant)
+                continue
             fewest = min((probe for probe in probes if probe.variant == variant), key=lambda one: one.size)
             try:
                 self.probe(fewest).run(1)
             except torch.OutOfMemoryError:
                 self._drop(variant)
         self._kept.clear()  # most samples come first from here on
+        self.left_out += [variant for variant in variants if variant in left_out]
+        return [probe for probe in probes if probe.variant not in left_out]
 
     def compile_ahead(self, probes: Sequence[LayerProbe]) -> None:
         """Each rank runs some of the layers once: so they are compiled at the same time, and all ranks then find them
@@ -123,9 +144,12 @@ class Bench:
         peers = self._peers
         if not self._settings.compile or peers.local_world == 1:
             return
-        peers.report(0, 1, "compiling layers")
-        variants = list(dict.fromkeys(probe.variant for probe in probes))
-        for variant in variants[peers.rank % peers.local_world :: peers.local_world]:
+        variants = sorted(dict.fromkeys(probe.variant for probe in probes), key=lambda own: not own.whole)
+        mine = variants[peers.rank % peers.local_world :: peers.local_world]
+        for done, variant in enumerate(mine):
+            if self._limit_s is not None and self._used_s() > _COMPILING_SHARE * self._limit_s:
+                break
+            peers.report(done, len(mine), "compiling layers")
             own = [probe for probe in probes if probe.variant == variant]
             for probe in sorted(own, key=lambda one: -one.size):
                 with suppress(torch.OutOfMemoryError):  # of it more is said when it is measured
