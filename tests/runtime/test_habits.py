@@ -192,10 +192,15 @@ def test_losses_are_taken_for_tensors() -> None:
         _ = loss.colour
 
 
-def _frozen_first_stage(plan: galvatron.Plan, content: dict[str, Any], given: list[dict[str, Tensor]]) -> Any:
+def _frozen_first_stage(plan: galvatron.Plan, content: dict[str, Any], given: list[dict[str, Tensor]], way: str) -> Any:
     """On a rank: the optimizer of most scripts, of what trains; on the first rank nothing does."""
     model = galvatron.parallelize(_frozen(content), plan, device="cpu", dtype=torch.float64)
-    optimizer = torch.optim.AdamW([own for own in model.parameters() if own.requires_grad], lr=1e-2, eps=1e-3)
+    trains: list[Any] = (
+        [own for own in model.parameters() if own.requires_grad]
+        if way == "parameters"
+        else [(name, own) for name, own in model.named_parameters() if own.requires_grad]
+    )
+    optimizer = torch.optim.AdamW(trains, lr=1e-2, eps=1e-3)
     for batch in given:
         model.forward_backward(batch)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -212,7 +217,8 @@ def _frozen(content: dict[str, Any]) -> Any:
     return made.train()
 
 
-def test_an_optimizer_of_what_trains_where_nothing_does() -> None:
+@pytest.mark.parametrize("way", ["parameters", "named parameters"])
+def test_an_optimizer_of_what_trains_where_nothing_does(way: str) -> None:
     content = config("gpt2", tie_word_embeddings=False)
     case = Case(config=content, stages=[["single"] * 2, ["single"] * 2], batch=4, micro_batches=2, steps=2)
     alone, given = _frozen(content).double(), batches(case)
@@ -223,7 +229,7 @@ def test_an_optimizer_of_what_trains_where_nothing_does() -> None:
         nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    for found in ranks(2).run(_frozen_first_stage, plan_for(case), content, given):
+    for found in ranks(2).run(_frozen_first_stage, plan_for(case), content, given, way):
         for name, expected in alone.named_parameters():
             torch.testing.assert_close(found[name], expected.detach(), rtol=1e-6, atol=1e-8)
 

@@ -17,7 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron
 from galvatron.core.errors import Unequal
-from galvatron.runtime.same_batches import mark_of
+from galvatron.runtime.pending_loss import PendingLoss
+from galvatron.runtime.same_batches import Marks, mark_of
 
 _MIXED = [["dp4", "dp2-tp2", "dp2-sdp2", "dp4+zero2"]]
 _NORM, _SPLIT, _SHARDED = "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight"
@@ -218,3 +219,40 @@ def test_other_labels_have_another_mark() -> None:
     """Of a classifier's, too: 8 labels of two kinds are few."""
     labels = torch.stack([torch.tensor([number >> place & 1 for place in range(8)]) for number in range(256)])
     assert len({float(mark_of({"labels": own})) for own in labels}) > 250
+    assert len({round(float(mark_of({"labels": own.double()})), 2) for own in labels}) > 150, "rounded, as compared"
+
+
+def _marks(per_rank: list[Tensor]) -> tuple[Marks, Tensor, Tensor]:
+    """As the ranks sum them."""
+    marks = torch.stack([mark_of({"labels": own}) for own in per_rank]).double()
+    return Marks(len(per_rank), exact=not per_rank[0].is_floating_point()), marks.sum(), marks.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["scores", "several at once", "huge", "classes"])
+@pytest.mark.parametrize("ranks_", [2, 3, 64])
+def test_marks_of_labels_of_each_kind(kind: str, ranks_: int) -> None:
+    """Also where all ranks but the last have the same, and whatever the size of scores."""
+    generator = torch.Generator().manual_seed(5)
+    scores, others = torch.randn(2, 12, 4, generator=generator)
+    if kind == "several at once":
+        scores, others = (scores > 0).float(), (others > 0).float()
+    elif kind == "huge":
+        scores, others = scores * 1e30, others * 1e30
+    elif kind == "classes":
+        scores, others = (scores * 8).long(), (others * 8).long()
+    equal = _marks([scores] * ranks_)
+    assert not equal[0].differ(*equal[1:])
+    last = _marks([*[scores] * (ranks_ - 1), others])
+    assert last[0].differ(*last[1:])
+    if kind != "classes":
+        rounded = _marks([*[scores] * (ranks_ - 1), scores.bfloat16().float() if kind == "huge" else scores + 1e-6])
+        assert not rounded[0].differ(*rounded[1:]), "kernels of different devices may round differently"
+
+
+def test_a_loss_as_a_tensor_is_no_number_where_labels_differ() -> None:
+    """Nobody waits for the GPU to raise."""
+    _, total, squares = _marks([torch.tensor([1]), torch.tensor([2])])
+    marks = Marks(2, exact=True)
+    assert PendingLoss(torch.stack([torch.tensor(1.5).double(), total, squares]), None, marks).tensor().isnan()
+    equal = _marks([torch.tensor([1])] * 2)
+    assert PendingLoss(torch.stack([torch.tensor(1.5).double(), *equal[1:]]), None, marks).tensor() == 1.5

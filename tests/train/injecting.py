@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from galvatron.runtime.batches import Reader
 from galvatron.runtime.model import ParallelModel
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ask_to_stop",
     "fail",
     "fail_at",
+    "other_labels",
     "spoil",
     "stall",
     "stall_writing",
@@ -48,6 +50,25 @@ def fail_at(rank: int, victim: int, step: int, fault: Fault) -> None:
         return loss
 
     patch.object(ParallelModel, "forward_backward", forward_backward).start()
+
+
+def other_labels(rank: int, victim: int, step: int) -> None:
+    """On the rank with number ``victim``: one other label in the batch of that step."""
+    if rank != victim:
+        return
+    real = Reader.local
+    calls = 0
+
+    def local(self: Reader, batch: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            labels = batch["labels"].clone()
+            labels[0, 1] = (labels[0, 1] + 1) % 8
+            batch = {**batch, "labels": labels}
+        return real(self, batch, **options)
+
+    patch.object(Reader, "local", local).start()
 
 
 def fail(model: ParallelModel) -> None:

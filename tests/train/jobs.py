@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -61,6 +62,7 @@ def _forked(_: object, arguments: Sequence[Any], kept: Sequence[int]) -> int:
     if pid:
         return pid
     try:
+        logging.getLogger().handlers.clear()  # pytest's write to files that are closed here, whose numbers others get
         low = 3
         for own in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
             os.closerange(low, own)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from injecting import alter, fail, fail_at, spoil, stall, stall_writing, starve
+from injecting import alter, fail, fail_at, other_labels, spoil, stall, stall_writing, starve
 from jobs import Job, plan_of, run_to_end
 from longer import longer
 
@@ -125,6 +125,16 @@ def test_a_replica_that_differs_stops_all_ranks_before_it_is_saved(tmp_path: Pat
     assert message.startswith("step 4: replicas: ranks 0, 1 hold the same part of")
     assert [saved.step for saved in complete(job.folder.checkpoints)] == [1, 2, 3]
     assert job.logs().count("hold the same part of") == 1  # said once
+
+
+def test_ranks_with_other_labels_stop_before_any_weight_changes(tmp_path: Path) -> None:
+    """The first batch is compared as a whole, this one by its labels' mark."""
+    job = Job(tmp_path, plan_of(["dp2"] * 4), Settings(steps=6, save_every=1), other_labels, 1, 3)
+    assert job.wait() == [Unequal.exit_status] * 2, job.logs()
+    message = _told(job)["message"]
+    assert message.startswith("step 3: batch: ranks were given batches with different labels")
+    assert [saved.step for saved in complete(job.folder.checkpoints)] == [1, 2]
+    assert job.logs().count("different labels") == 1  # said once
 
 
 def test_out_of_memory_says_predicted_and_used_by_stage(tmp_path: Path) -> None:

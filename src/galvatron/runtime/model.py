@@ -26,7 +26,7 @@ from galvatron.runtime.pipeline.run import PassTimer, Pipeline
 from galvatron.runtime.products import products
 from galvatron.runtime.randomness import RandomState, restored
 from galvatron.runtime.replicas import compare_replicas
-from galvatron.runtime.same_batches import check_marks, compare_batches, compared_here
+from galvatron.runtime.same_batches import Marks, compare_batches, compared_here
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import TieExchange
 from galvatron.runtime.whole import clip_, gradient_norm, whole
@@ -142,17 +142,18 @@ class ParallelModel:
     # What an optimizer needs
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parts by the names of the stock model."""
+        """This rank's parts by the names of the stock model. Where nothing on this rank trains (its stage is frozen),
+        an empty one follows, ``nothing``: optimizers of what trains, which scripts make on all ranks, refuse to be
+        given nothing."""
         for local in self.locals:
             yield local.name, local.master
+        if not any(local.trained for local in self.locals):
+            yield "nothing", self._nothing
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The same without names. Where nothing on this rank trains (its stage is frozen), an empty one follows:
-        optimizers of what trains, which scripts make on all ranks, refuse to be given nothing."""
+        """The same without names."""
         for _, parameter in self.named_parameters():
             yield parameter
-        if not any(local.trained for local in self.locals):
-            yield self._nothing
 
     def optimizer(
         self, kind: Callable[..., Optimizer] | None = None, *, decay_vectors: bool = True, **options: Any
@@ -336,9 +337,5 @@ class ParallelModel:
             return PendingLoss(totals[:-2], dist.all_reduce(totals, async_op=True) if ranks > 1 else None)
         totals[-2:].fill_(mark)  # by value where it is on the CPU: a copy would wait for the GPU
         totals[-1] *= totals[-2]
-
-        def check(sums: Tensor) -> None:
-            total, squares = sums[-2:].tolist()
-            check_marks(total, squares, ranks)
-
-        return PendingLoss(totals, dist.all_reduce(totals, async_op=True), check)
+        marks = Marks(ranks, exact=not mark.is_floating_point())
+        return PendingLoss(totals, dist.all_reduce(totals, async_op=True), marks)

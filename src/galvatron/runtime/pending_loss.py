@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from galvatron.core.errors import InvalidInput
 from galvatron.runtime.collectives import finish
+from galvatron.runtime.same_batches import Marks
 
 __all__ = ["PendingLoss"]
 
@@ -24,14 +24,17 @@ class PendingLoss:
     a tensor's methods read it, too.
     """
 
-    def __init__(self, totals: Tensor, work: dist.Work | None, check: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, totals: Tensor, work: dist.Work | None, marks: Marks | None = None) -> None:
         """``totals``: the loss, and what else is summed with it; ``work``: the sum over ranks that they are part of;
-        ``check``: called with the sums when they are first read, of which the last two are for it alone."""
-        self._totals, self._work, self._check = totals, work, check
+        ``marks``: whose sums are the last two of the totals, and show whether all ranks were given the same labels."""
+        self._totals, self._work, self._marks = totals, work, marks
 
     def tensor(self) -> Tensor:
-        """The value as a tensor on the model's device; computing with it waits on the device, not here."""
-        return self._summed().reshape(-1)[0]
+        """The value as a tensor on the model's device; computing with it waits on the device, not here. NaN if ranks
+        were given different labels, of which :meth:`item` says more."""
+        totals = self._summed()
+        value = totals.reshape(-1)[0]
+        return value if self._marks is None else torch.where(self._marks.differ(*totals[-2:]), torch.nan, value)
 
     def others(self) -> list[float]:
         """What else was summed."""
@@ -45,9 +48,9 @@ class PendingLoss:
 
     def _checked(self) -> Tensor:
         totals = self._summed()
-        if self._check is not None:
-            check, self._check, self._totals = self._check, None, totals[:-2]
-            check(totals)
+        if self._marks is not None:
+            marks, self._marks, self._totals = self._marks, None, totals[:-2]
+            marks.check(*totals[-2:].cpu())
         return self._totals
 
     def item(self) -> float:

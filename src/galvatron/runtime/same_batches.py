@@ -6,6 +6,7 @@ because every rank counts the targets of the whole batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from galvatron.families.layer import Batch
 from galvatron.runtime import collectives
 from galvatron.runtime.replicas import named_ranks
 
-__all__ = ["BatchFigures", "check_marks", "compare_batches", "compared_here", "figures_of", "mark_of"]
+__all__ = ["BatchFigures", "Marks", "compare_batches", "compared_here", "figures_of", "mark_of"]
 
 _MARKS = 65521
 """How many: the square of a thousand ranks' sum is still a whole number in fp64."""
@@ -82,13 +83,20 @@ _ADVICE = (
 
 
 def mark_of(batch: Batch) -> Tensor:
-    """A whole number for the labels, which every rank has whole: one in 65,521 other batches has the same. It costs so
-    little that ranks compare it with each loss. Labels that are no whole numbers have none."""
+    """A number for the labels, which every rank has whole; it costs so little that ranks compare it with each loss. Of
+    whole numbers it is a whole number, which one in 65,521 other batches has, too; of others it is in fp64."""
     labels = batch.get("labels")
-    if labels is None or labels.is_floating_point():
-        return torch.zeros((), dtype=torch.float64)
-    flat = labels.detach().flatten().long()
-    return ((flat * _weights(flat.numel(), flat.device)).sum() % _MARKS).double()
+    if labels is None:
+        return torch.zeros((), dtype=torch.long)
+    flat = labels.detach().flatten()
+    weights = _weights(flat.numel(), flat.device)
+    if not flat.is_floating_point():
+        return (flat.long() * weights).sum() % _MARKS
+    flat = flat.double()
+    norm: Tensor = torch.linalg.vector_norm(flat).clamp(min=torch.finfo(torch.float64).tiny)
+    drawn = weights.double() * (2 * math.sqrt(3) / _MARKS) - math.sqrt(3)
+    # The first term is as if of a normal distribution, whatever the labels are like.
+    return (flat / norm * drawn).sum() + norm.log()
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -100,10 +108,22 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return mixed % _MARKS
 
 
-def check_marks(total: float, squares: float, ranks: int) -> None:
-    """Raise :class:`Unequal` where the sums of all ranks' marks and of their squares show that not all are equal."""
-    if total * total != squares * ranks:
-        raise Unequal(f"batch: ranks were given batches with different labels in this iteration; {_ADVICE}")
+@dataclass(frozen=True)
+class Marks:
+    """What the sums of all ranks' marks, and of their squares, say: whether all ranks have the same."""
+
+    ranks: int
+    exact: bool
+    """Whole numbers; others may have been rounded differently."""
+
+    def differ(self, total: Tensor, squares: Tensor) -> Tensor:
+        """Whether some do, on the device of the sums. What is no number is equal to all."""
+        return squares * self.ranks - total * total > (0.0 if self.exact else (self.ranks * _TOLERANCE) ** 2)
+
+    def check(self, total: Tensor, squares: Tensor) -> None:
+        """Raise :class:`Unequal` if some do."""
+        if bool(self.differ(total, squares)):
+            raise Unequal(f"batch: ranks were given batches with different labels in this iteration; {_ADVICE}")
 
 
 def _different(figures: Tensor, *, exact: bool) -> tuple[list[int], list[int]]:

@@ -20,6 +20,7 @@ from galvatron.runtime.compiled import compiler
 from galvatron.runtime.figures import Figures
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.optimizers import skipped_unless_finite, skips_itself
+from galvatron.runtime.pending_loss import PendingLoss
 from galvatron.train.checkpoints.checkpoints import Checkpoints
 from galvatron.train.data.dataset import Dataset, evaluation_batches
 from galvatron.train.data.loader import Loader
@@ -130,14 +131,15 @@ class Loop:
         loss = self.model.forward_backward(batch)
         clip = self.settings.clip
         norm = self.model.gradient_norm() if clip is None else self.model.clip_gradients(clip)
-        found = Figures(loss.tensor(), norm)
+        value = loss.tensor()
+        found = Figures(value, norm)
         if skips_itself(self.optimizer):
             # Then the device need not wait for this process to read both figures. And while it updates weights, this
             # process gets the next batch ready.
-            with skipped_unless_finite(self.optimizer, loss.tensor(), norm):
+            with skipped_unless_finite(self.optimizer, value, norm):
                 self._optimizer_step(step)
         figures = {**dict(zip(("loss", "gradient_norm"), found.read(), strict=True)), "learning_rate": rate}
-        self._check_finite(step, figures, before.samples_seen)
+        self._check_finite(step, loss, figures, before.samples_seen)
         if not skips_itself(self.optimizer):
             self._optimizer_step(step)
         return figures
@@ -148,11 +150,13 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def _check_finite(self, step: int, figures: dict[str, float], samples_before: int) -> None:
+    def _check_finite(self, step: int, loss: PendingLoss, figures: dict[str, float], samples_before: int) -> None:
         """Both figures are the same on every rank, so all of them stop here, before any weight changes."""
         wrong = [name for name in ("loss", "gradient_norm") if not math.isfinite(figures[name])]
         if not wrong:
             return
+        with self._named(step):
+            loss.item()  # raises where ranks were given different labels, and so have no loss
         batch = self.model.plan.batch
         indices = [index for _, index in self.loader.indices(samples_before, batch)]
         message = (
@@ -168,8 +172,14 @@ class Loop:
     def _compare_replicas(self, step: int) -> None:
         """Before a checkpoint of the step is written: a wrong one must not take the place of a right one."""
         self.watch.at(step, "comparing replicas")
-        try:
+        with self._named(step):
             self.model.compare_replicas()
+
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """What is unequal, with the step; checkpoints that are being written are finished first."""
+        try:
+            yield
         except Unequal as error:
             self.checkpoints.finish()
             raise Unequal(f"step {step}: {error}") from None
