@@ -240,6 +240,13 @@ def test_a_rank_that_the_agent_does_not_know_of_is_ended() -> None:
     late.wait()
 
 
+def test_a_program_that_is_being_started_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are closed before its environment can be read, which happened once in 300 starts."""
+    seen = iter([b"", b"", b"A=1\0B=2\0"])
+    monkeypatch.setattr(Path, "read_bytes", lambda _: next(seen))
+    assert b"B=2" in launch._environ(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late_s", [0.0, 2.0, 4.0, None])
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, plan_file: str, late_s: float | None) -> None:

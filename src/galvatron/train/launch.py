@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,8 @@ _ENDING = (signal.SIGHUP, signal.SIGQUIT)
 """What the agent handles itself once it has started the ranks: it ends them."""
 _LOOK_S = 0.1
 """Between two looks for processes that have started since a request to stop."""
+_LOOKS_AT_STARTING = 20
+"""At a process that is being started, in that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +161,19 @@ def _nobody_left() -> Iterator[None]:
         mark = f"{LAUNCHER}={os.getpid()}".encode()
         for child in _children():
             with suppress(OSError):  # it has ended, or is not ours to look at
-                if mark in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                if mark in _environ(child):
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
+
+
+def _environ(child: int) -> list[bytes]:
+    """Of another process. It is empty for a moment while a program is being started, after its files are closed."""
+    for _ in range(_LOOKS_AT_STARTING):
+        found = Path(f"/proc/{child}/environ").read_bytes()
+        if found:
+            return found.split(b"\0")
+        time.sleep(_LOOK_S / _LOOKS_AT_STARTING)
+    return []
 
 
 def _children() -> list[int]:
