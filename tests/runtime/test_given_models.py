@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from oracle import Case, batches, stock_model
 from parity import Held, cluster_of, held, plan_for
 from ranks import ranks
@@ -56,7 +58,37 @@ def _changed(case: Case, change: str | None) -> Any:
             blocks[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
         case "parameter hook":
             model.model.norm.weight.register_hook(lambda gradient: 2 * gradient)
+        case "shared weight":
+            blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
+        case "shared module":
+            blocks[1].self_attn = blocks[0].self_attn
+        case "shared inside":
+            blocks[0].mlp.up_proj.weight = blocks[0].mlp.gate_proj.weight
+        case "head of another class":
+            model.lm_head.__class__ = _Halved
+        case "method" | "method of the head":
+            projection = blocks[0].mlp.up_proj if change == "method" else model.lm_head
+            projection.forward = MethodType(_halved, projection)
+        case "closure":
+            old = blocks[0].mlp.up_proj.forward
+            blocks[0].mlp.up_proj.forward = lambda hidden: 0.5 * old(hidden)
+        case "largest norm":
+            model.model.embed_tokens.max_norm = 0.3
+        case "frequency":
+            model.model.embed_tokens.scale_grad_by_freq = True
+        case "evaluation":
+            model.eval()
+        case "part in evaluation":
+            model.transformer.eval()
     return model
+
+
+def _halved(module: Any, hidden: Tensor) -> Tensor:
+    return nn.functional.linear(hidden, module.weight) * 0.5
+
+
+class _Halved(nn.Linear):
+    forward = _halved
 
 
 # What the plan decides
@@ -138,15 +170,98 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
     [
         ("loss", "LlamaForCausalLM: its loss_function is _changed.<locals>.<lambda>, which layers do not call"),
         ("given loss", "loss: given, but the plan was made for '"),
-        ("forward", "LlamaForCausalLM: its forward was replaced"),
+        (
+            "forward",
+            "model: the forward of LlamaForCausalLM was replaced by _changed.<locals>.<lambda>, which",
+        ),
         ("other projection", "LlamaForCausalLM: model.layers.0 is not as its class made it (its plan in transformers"),
         ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would not run where tensor"),
         ("parameter hook", "model: its parameter model.norm.weight has a hook, which would not run"),
+        (
+            "shared weight",
+            "LlamaForCausalLM: model.layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight",
+        ),
+        ("shared module", "LlamaForCausalLM: model.layers.0.self_attn.q_proj.weight and model.layers.1.self_attn"),
+        ("shared inside", "layer 'decoder': block.mlp.up_proj.weight is the weight of another of its modules, too"),
+        ("head of another class", "layer 'head': lm_head has the forward of _Halved, which would not run where tensor"),
+        ("method", "layer 'decoder': block.mlp.up_proj has a forward of its own, which would not run where tensor"),
+        ("closure", "model: the forward of model.layers.0.mlp.up_proj was replaced by _changed.<locals>.<lambda>"),
+        ("largest norm", "model: max_norm of model.embed_tokens changes its weight in forward"),
+        ("frequency", "model: scale_grad_by_freq of model.embed_tokens counts the rows of a whole batch"),
     ],
 )
 def test_what_training_would_ignore_is_refused(change: str, expected: str) -> None:
     for said in ranks(2).run(_parallelize, _TP, plan_for(_TP), change):
         assert said.startswith(expected)
+
+
+@pytest.mark.parametrize("change", ["head of another class", "method of the head"])
+def test_a_head_of_ones_own_is_not_fused_with_the_loss(change: str) -> None:
+    case = replace(_TP, stages=[["dp2", "dp2", "dp2", "dp2+fl"]])
+    for said in ranks(2).run(_parallelize, case, plan_for(case), change):
+        assert "which would not run where projection and loss are fused; remove it, or plan without that" in said
+
+
+def test_what_accelerate_puts_around_modules_is_named() -> None:
+    model = _changed(_TP, None)
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    with pytest.raises(InvalidInput, match="remove_hook_from_module"):
+        as_stock(model)
+
+
+# What goes where a copy goes
+
+
+def _losses(case: Case, plan: galvatron.Plan, given: list[dict[str, Tensor]], change: str | None) -> list[float]:
+    """On a rank: of some steps, and of one more in training mode."""
+    return _trained(galvatron.parallelize(_changed(case, change), plan, dtype=case.dtype, device="cpu"), given)
+
+
+def _trained(model: Any, given: list[dict[str, Tensor]], *, turns: bool = True) -> list[float]:
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(given):
+        if turns and number == len(given) - 1:
+            model.train()
+        if isinstance(model, nn.Module):
+            losses.append(model(**batch).loss)
+            losses[-1].backward()
+        else:
+            losses.append(model.forward_backward(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(loss.detach()) for loss in losses]
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "sdp2+rc"])
+@pytest.mark.parametrize("change", ["method", "method of the head", "head of another class", "shared inside"])
+def test_forwards_of_ones_own_run_where_modules_stay_whole(change: str, strategy: str) -> None:
+    case = replace(_TP, stages=[[strategy] * 4], steps=3)
+    given = batches(case)
+    expected = _trained(_changed(case, change), given)
+    for found in ranks(2).run(_losses, case, plan_for(case), given, change):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "tp2"])
+def test_a_model_in_evaluation_mode_does_not_drop_out(strategy: str) -> None:
+    """Until it is to: as in PyTorch."""
+    case = replace(_DROPPING, stages=[[strategy] * 4], steps=3)
+    given = batches(case)
+    expected = _trained(_changed(case, "evaluation"), given)
+    for found in ranks(2).run(_losses, case, plan_for(case), given, "evaluation"):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-5)
+        assert found[2] != pytest.approx(expected[2], rel=1e-5), "other random numbers than one process's"
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "tp2", "sdp2+rc"])
+def test_a_part_in_evaluation_mode_stays_so(strategy: str) -> None:
+    """A frozen tower, say, also where the model is put into training mode again."""
+    case = replace(_DROPPING, stages=[[strategy] * 4], steps=3)
+    given = batches(case)
+    expected = _trained(_changed(case, "evaluation"), given, turns=False)
+    for found in ranks(2).run(_losses, case, plan_for(case), given, "part in evaluation"):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_hook_on_a_module_that_is_not_split_runs(capfd: pytest.CaptureFixture[str]) -> None:

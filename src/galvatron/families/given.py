@@ -1,7 +1,7 @@
 """A user's model in memory, as its class made it: without what was wrapped around it, and which our layers would lose.
 
 What the plan decides (which layers are recomputed or compiled) is taken off with a warning. What training would ignore
-(another loss, hooks on parameters) is refused.
+(another loss, hooks on parameters, forwards that belong to other modules) is refused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,31 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from galvatron.core.errors import InvalidInput
+from galvatron.families.layer import LayeredModel, shared_weights
 
-__all__ = ["as_stock", "has_hooks", "refuse_own_loss", "refuse_replaced"]
+__all__ = [
+    "as_stock",
+    "has_hooks",
+    "keep_in_evaluation",
+    "own_forward",
+    "refuse_own_loss",
+    "refuse_replaced",
+    "refuse_shared",
+]
 
 _LOG = logging.getLogger(__name__)
+_EMBEDDING_OPTIONS = (
+    ("max_norm", "changes its weight in forward, on each rank for its own rows", None),
+    ("scale_grad_by_freq", "counts the rows of a whole batch, of which each rank has its own", False),
+    ("sparse", "makes gradients that ranks cannot sum", False),
+)
 _INPUT_GRADIENTS = "enable_input_require_grads"
 """The method of transformers whose hook lets embeddings have gradients, for the sake of its own recompute alone."""
 
@@ -27,6 +42,8 @@ def as_stock(model: nn.Module) -> nn.Module:
     """The model itself, or, where it was compiled or is to recompute by itself, a copy with the same weights that was
     not and does not."""
     _refuse_parameter_hooks(model)
+    _refuse_foreign_forwards(model)
+    _refuse_embedding_options(model)
     modules = list(model.modules())
     compiled = any(_inside(own) is not own or own._compiled_call_impl is not None for own in modules)
     recomputed = any(getattr(own, "gradient_checkpointing", False) is True for own in modules)
@@ -77,6 +94,46 @@ def _refuse_parameter_hooks(model: nn.Module) -> None:
             )
 
 
+def _refuse_foreign_forwards(model: nn.Module) -> None:
+    """A method of the module itself goes where a copy of it goes; what else was put in its forward's place does not."""
+    for name, own in model.named_modules():
+        forward = vars(own).get("forward")
+        if forward is None or getattr(forward, "__self__", None) is own or _inside(own) is not own:
+            continue
+        remedy = "make it a method of the module's class, or of the module (types.MethodType(function, module))"
+        if hasattr(own, "_hf_hook"):
+            remedy = "load it without device_map, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        raise InvalidInput(
+            f"model: the forward of {name or type(own).__name__} was replaced by "
+            f"{getattr(forward, '__qualname__', type(forward).__name__)}, which computes with the weights it was made "
+            f"with, while ranks have parts and copies of them; {remedy}"
+        )
+
+
+def _refuse_embedding_options(model: nn.Module) -> None:
+    for name, own in model.named_modules():
+        if not isinstance(own, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for option, effect, off in _EMBEDDING_OPTIONS:
+            if getattr(own, option, None):
+                raise InvalidInput(f"model: {option} of {name} {effect}; set it to {off}")
+
+
+def keep_in_evaluation(model: nn.Module) -> None:
+    """Let the parts of a model in training mode that are in evaluation mode (a frozen tower, say) stay so."""
+    if model.training:
+        for own in model.modules():
+            if not own.training:
+                vars(own)["train"] = MethodType(_stay, own)  # which a copy takes along
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    module.training = False
+    for own in module.children():
+        own.train(mode)
+    return module
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of the user's, which are lost if another takes its place."""
     return any(
@@ -89,6 +146,17 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def own_forward(module: nn.Module) -> str | None:
+    """What computes a projection or embedding, in words, if it is not what its library made: it is lost if another
+    module takes its place."""
+    if "forward" in vars(module):
+        return "a forward of its own"
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    if owner.__module__.startswith(("torch.", "transformers.", "peft.")):
+        return None
+    return f"the forward of {owner.__qualname__}"
+
+
 def refuse_replaced(model: nn.Module) -> None:
     """Raise :class:`InvalidInput` if a model of a known family has a forward of its own."""
     if "forward" in vars(model):
@@ -96,6 +164,19 @@ def refuse_replaced(model: nn.Module) -> None:
             f"{type(model).__name__}: its forward was replaced, which layers do not call; make a class of your own, "
             "describe it (galvatron.describe) and plan for that"
         )
+
+
+def refuse_shared(layered: LayeredModel) -> None:
+    """Raise :class:`InvalidInput` if layers of a known family share weights that its models do not: each layer would
+    train its own."""
+    known = {use for tie in layered.ties for use in tie.uses}
+    for tie in shared_weights(layered.layers):
+        if not known.issuperset(tie.uses):
+            first, second, *_ = (layered.layers[use.layer].stock_name(use.name) for use in tie.uses)
+            raise InvalidInput(
+                f"{type(layered.model).__name__}: {first} and {second} are one weight, which models of this class do "
+                "not have in common; plan the model as it is, with galvatron.plan(galvatron.describe(model, batch), …)"
+            )
 
 
 def refuse_own_loss(model: Any, usual: str) -> None:

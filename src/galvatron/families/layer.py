@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,17 @@ from torch.nn import functional
 
 from galvatron.families.rules import DividedExperts, Rule
 
-__all__ = ["IGNORED", "Activations", "Batch", "CrossEntropy", "Layer", "LayeredModel", "Tie", "Use"]
+__all__ = [
+    "IGNORED",
+    "Activations",
+    "Batch",
+    "CrossEntropy",
+    "Layer",
+    "LayeredModel",
+    "Tie",
+    "Use",
+    "shared_weights",
+]
 
 Activations = tuple[Tensor, ...]
 """What travels from layer to layer, rows (samples) first in each tensor. Empty before the first layer."""
@@ -129,6 +139,15 @@ class Tie:
     uses: tuple[Use, ...]
     small: bool = False
     """Small enough to be whole on each rank (a table of position biases); else split along its first dim."""
+
+
+def shared_weights(layers: Iterable[Layer]) -> tuple[Tie, ...]:
+    """The weights that several layers use."""
+    uses: dict[nn.Parameter, list[Use]] = {}
+    for index, layer in enumerate(layers):
+        for name, own in layer.named_parameters():
+            uses.setdefault(own, []).append(Use(index, name))
+    return tuple(Tie(tuple(places)) for places in uses.values() if len(places) > 1)
 
 
 class LayeredModel(ABC):

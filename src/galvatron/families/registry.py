@@ -8,7 +8,7 @@ from torch import nn
 
 from galvatron.families.discovery import families
 from galvatron.families.generic.adapter import Generic, LossFunction
-from galvatron.families.given import refuse_replaced
+from galvatron.families.given import refuse_replaced, refuse_shared
 from galvatron.families.layer import Batch, LayeredModel
 
 __all__ = ["layered_model"]
@@ -27,7 +27,9 @@ def layered_model(
     if adapter is None or loss is not None:
         return Generic(model, batch, loss)
     refuse_replaced(model)
-    return adapter(model)
+    layered = adapter(model)
+    refuse_shared(layered)
+    return layered
 
 
 def _adapter(stock: type[nn.Module]) -> type[LayeredModel] | None:

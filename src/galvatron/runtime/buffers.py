@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import Layer, LayeredModel
 from galvatron.families.weights import persistent_buffers
+from galvatron.runtime import collectives
 
 __all__ = ["Buffers"]
 
@@ -24,10 +26,31 @@ class Buffers:
         self._layered, self._layers = layered, tuple(layers)
         self.names: tuple[str, ...] = tuple(persistent_buffers(layered.model))
         """In the stock model, in its order."""
+        self._fixed = frozenset(_fixed(layered.model))
+        self._before: dict[str, Tensor] = {}
 
     def values(self) -> Mapping[str, Tensor]:
         """What each is now, on the CPU. Stock models do not change them in training, so all ranks have the same."""
         return {name: own.detach().cpu() for name, own in persistent_buffers(self._layered.model).items()}
+
+    def remember(self) -> None:
+        """What they are now, before a first batch."""
+        self._before = {name: own.clone() for name, own in self._running() if name in self._fixed}
+
+    def check(self, device: torch.device) -> None:
+        """Raise :class:`InvalidInput` on all ranks if forward has changed some since: each rank would have changed them
+        by its own rows, and once for each micro-batch. Call it on all ranks."""
+        if not self._fixed:
+            return
+        before, self._before = self._before, {}
+        running = ((name, own) for name, own in self._running() if name in before)
+        changed = [name for name, own in running if not torch.equal(own.to(before[name].device), before[name])]
+        found = [name for own in collectives.all_gather_object(changed, device) for name in own]
+        if found:
+            raise InvalidInput(
+                f"{type(self._layered.model).__name__}: forward changes its buffer {found[0]}, as BatchNorm does its "
+                "statistics: each rank would do that by its own rows; such a model cannot be divided and stay the same"
+            )
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor]) -> None:
@@ -41,3 +64,12 @@ class Buffers:
         yield from self._layered.shared_buffers()
         for layer in self._layers:
             yield from layer.stock_buffers()
+
+
+def _fixed(model: nn.Module) -> Iterator[str]:
+    """Those that may not change: all but what transformers' own modules have at hand (rotations of long sequences)."""
+    for name, module in model.named_modules():
+        for key, _ in module.named_buffers(recurse=False):
+            stock = type(module).__module__.startswith("transformers.")
+            if not stock or key not in module._non_persistent_buffers_set:
+                yield f"{name}.{key}".lstrip(".")

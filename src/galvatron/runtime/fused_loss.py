@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import ALIGNED_BYTES, LOSS_CHUNK_CELLS
-from galvatron.families.given import has_hooks
+from galvatron.families.given import has_hooks, own_forward
 from galvatron.families.layer import IGNORED, CrossEntropy, Layer
 from galvatron.runtime import collectives
 from galvatron.runtime.compiled import compiler
@@ -45,9 +45,10 @@ def fuse(layer: Layer, tensor: TensorGroup | None, *, compiled: bool) -> None:
     projection, loss = layer.get_submodule(layer.projection), layer.loss
     assert isinstance(loss, SplitCrossEntropy | CrossEntropy)
     split = isinstance(loss, SplitCrossEntropy)
-    if not split and has_hooks(projection):
+    own = None if split else "a hook" if has_hooks(projection) else own_forward(projection)
+    if own is not None:
         raise InvalidInput(
-            f"layer {layer.kind!r}: {layer.projection} has a hook, which would not run where projection and loss are "
+            f"layer {layer.kind!r}: {layer.projection} has {own}, which would not run where projection and loss are "
             "fused; remove it, or plan without that (fused_loss=False)"
         )
     count = loss.count if isinstance(loss, SplitCrossEntropy) else len(projection.get_parameter("weight"))

@@ -7,6 +7,7 @@ its hook before each step of any optimizer.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,7 +128,14 @@ class _Watcher:
         """The model whose gradients these are. A rank of which nothing trains has none, and must take part all the
         same."""
         if not gradients:
-            return next((own for own in self.models if not _gradients(own) and len(self.models) == 1), None)
+            if len(self.models) > 1:
+                gc.collect()  # of models that were there before
+            if len(self.models) > 1 and _several():
+                raise InvalidInput(
+                    "clip_grad_norm_: given no gradient of this rank (its stage is frozen), so that it cannot be told "
+                    "which of several models they are of; call model.clip_gradients(limit)"
+                )
+            return next((own for own in self.models if not _gradients(own)), None)
         numbers = {id(own) for own in gradients}
         return next((own for own in self.models if numbers & _gradients(own)), None)
 

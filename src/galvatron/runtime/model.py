@@ -79,6 +79,8 @@ class ParallelModel:
         self._seed, self._iteration = settings.seed, 0
         self.named_batch: Callable[[Any], Batch] = _as_it_is
         """A batch in the user's own form as named tensors."""
+        self._checks_buffers = dist.get_world_size() > 1 or plan.micro_batches > 1
+        """Whether to see after the next batch that forward changes none."""
         self.compares_batches = compared_here()
         """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
         self.training = True
@@ -238,8 +240,13 @@ class ParallelModel:
         for unit in self._units:
             unit.refresh()
             unit.begin()
+        if self._checks_buffers:
+            self.buffers.remember()
         with restored(self.device), products(tf32=self._tf32):
             loss = self._pipeline.run(local, self._iteration)
+        if self._checks_buffers:
+            self.buffers.check(self.device)
+            self._checks_buffers = False
         for unit in self._units:
             unit.finish()
             unit.sum_partial()

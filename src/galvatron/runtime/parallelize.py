@@ -20,7 +20,7 @@ from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
 from galvatron.families.generic.own_module import InputsFunction, check_sum, own_module
-from galvatron.families.given import as_stock
+from galvatron.families.given import as_stock, keep_in_evaluation
 from galvatron.families.layer import LayeredModel
 from galvatron.families.lora import add_adapters, has_adapters, without_peft
 from galvatron.families.registry import layered_model
@@ -38,6 +38,7 @@ from galvatron.runtime.compiled import compiles
 from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.products import check_tf32, tf32_of
+from galvatron.runtime.randomness import draws
 from galvatron.runtime.same_start import start_alike
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
@@ -105,6 +106,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
         )
     if isinstance(model, nn.Module):
         model = without_peft(as_stock(model))
+    evaluates = isinstance(model, nn.Module) and not model.training
     start_alike(
         model if options.get("weights") is None and _has_values(model) else None,
         _place(options.get("device")),
@@ -113,6 +115,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     own = own_module(model, example, loss, options.get("inputs")) if isinstance(model, nn.Module) else None
     if own is not None:
         model, example, loss = own.model, own.example, own.loss
+        model.training = not evaluates
         check_sum(own)
     elif options.get("inputs") is not None:
         raise InvalidInput("inputs: given without a model in memory; give parallelize the module that they are for")
@@ -154,6 +157,13 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
         verify(given, plan, device=settings.device, example=example, loss=loss, rules=rules)
     cap_memory(settings.device, plan.memory_budget_bytes - plan.cluster.facts.reserved_bytes)
     made = build(plan, layered, settings, source)
+    if evaluates:
+        made.eval()
+        if dist.get_rank() == 0 and any(draws(layer.drawing_modules()) for layer in layered.layers):
+            _LOG.warning(
+                "model: is in evaluation mode, as from_pretrained leaves it, so that nothing drops out; call train() "
+                "of it before parallelize, or of the parallel model"
+            )
     if own is not None:
         made.named_batch = own.named
     return made
@@ -193,6 +203,7 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
         if plan.model.training.lora is None or has_adapters(model):
             check_frozen(model, plan.model.training)
         empty: nn.Module = without_weights(model)  # so that nothing of the caller's model is kept alive
+        keep_in_evaluation(empty)
         return empty
     if isinstance(model, nn.Module) and not type(model).__module__.startswith("transformers."):
         name = next(name for name, buffer in model.named_buffers() if buffer.is_meta)

@@ -43,7 +43,7 @@ from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
 from galvatron.families.generic.tensor_rules import find_rules
 from galvatron.families.generic.trial import find_blocks
-from galvatron.families.layer import IGNORED, Batch, Layer, LayeredModel, Tie, Use
+from galvatron.families.layer import IGNORED, Batch, Layer, LayeredModel, shared_weights
 from galvatron.families.rules import Columns, Experts, Rows, Rule, SharedKey, Summed, Vocabulary, VocabularyLoss
 
 __all__ = ["Generic", "LossFunction", "logits_of", "shortened"]
@@ -97,7 +97,7 @@ class Generic(LayeredModel):
         self.layers = self._layers(kinds, loss)
         for layer in self.layers:
             layer.experts = self.expert_rules.blocks.get(layer.kind)
-        self.ties = _shared(self.layers)
+        self.ties = shared_weights(self.layers)
         self.shifts_labels = self._shifted
         self.required = frozenset(trial) | {"labels"}
 
@@ -346,11 +346,3 @@ def _shifts(model: nn.Module, anatomy: Anatomy, trial: Batch, loss: LossFunction
         if loss is None:
             raise
         return False  # the user's loss is what counts, over all labels
-
-
-def _shared(layers: tuple[Layer, ...]) -> tuple[Tie, ...]:
-    uses: dict[nn.Parameter, list[Use]] = {}
-    for index, layer in enumerate(layers):
-        for name, own in layer.named_parameters():
-            uses.setdefault(own, []).append(Use(index, name))
-    return tuple(Tie(tuple(places)) for places in uses.values() if len(places) > 1)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from galvatron.core.errors import InvalidInput
 from galvatron.runtime.collectives import reduce_scatter_into
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
 from galvatron.runtime.settings import ComputeSettings
@@ -146,8 +147,21 @@ class ShardedUnit(Unit):
         """Have the whole parameters at hand, for a layer that uses one of them."""
         self.fsdp.unshard()
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        pass  # FSDP2 gathers from the masters
+        """FSDP2 gathers from the masters, whose memory its parameters share: what was given other memory since
+        (``parameter.data = …``, as averaged weights often are) gets that back, with its new values."""
+        for local, parameter in zip(self.locals, self._sharded, strict=True):
+            shared = local_part(parameter)
+            if local.master.data_ptr() == shared.data_ptr():
+                continue
+            if local.master.shape != shared.shape:
+                raise InvalidInput(
+                    f"{local.name}: was given data of shape {list(local.master.shape)}; this rank's part of it has "
+                    f"{list(shared.shape)}"
+                )
+            shared.copy_(local.master)
+            local.master.data = shared
 
     def begin(self) -> None:
         self._filled.clear()

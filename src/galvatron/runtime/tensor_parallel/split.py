@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.given import has_hooks
+from galvatron.families.given import has_hooks, own_forward
 from galvatron.families.layer import CrossEntropy, Layer
-from galvatron.families.lora import Adapter, adapter_of
+from galvatron.families.lora import Adapter, adapter_of, without_adapter
 from galvatron.families.rules import (
     AddedBias,
     Attribute,
@@ -132,7 +132,7 @@ class _Splitter:
         self._words, self._vocabulary = range(0), 0
 
     def columns(self, rule: Columns) -> None:
-        self._refuse_hooks(rule.path)
+        self._refuse_own(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -152,7 +152,7 @@ class _Splitter:
         self._replace(rule.path, replacement, adapter)
 
     def rows(self, rule: Rows) -> None:
-        self._refuse_hooks(rule.path)
+        self._refuse_own(rule.path)
         path, adapter = self._adapted(rule.path)
         module = self.layer.get_submodule(path)
         transposed = not isinstance(module, nn.Linear)
@@ -169,11 +169,13 @@ class _Splitter:
         replacement.sequence, replacement.takes_whole = self.tensor.sequence, rule.takes_whole
         self._replace(rule.path, replacement, adapter)
 
-    def _refuse_hooks(self, path: str) -> None:
-        """Another module takes the place of this one."""
-        if has_hooks(self.layer.get_submodule(path)):
+    def _refuse_own(self, path: str) -> None:
+        """Hooks and forwards of the user's: another module takes the place of this one."""
+        module = self.layer.get_submodule(path)
+        own = "a hook" if has_hooks(module) else own_forward(without_adapter(module))
+        if own is not None:
             raise InvalidInput(
-                f"layer {self.layer.kind!r}: {path} has a hook, which would not run where tensor parallelism splits "
+                f"layer {self.layer.kind!r}: {path} has {own}, which would not run where tensor parallelism splits "
                 "the module; remove it, or plan without TP (--space dp+pp)"
             )
 
@@ -203,7 +205,7 @@ class _Splitter:
         assert weight is not None
         words = part_of(module.num_embeddings, self.tensor.index, self.tensor.degree)
         if type(module) is nn.Embedding:
-            self._refuse_hooks(rule.path)
+            self._refuse_own(rule.path)
             replacement = SplitEmbedding(weight, words, module, self.tensor.group)
             self.layer.replace_module(rule.path, replacement)
         else:  # its own forward does more than look up: it scales, for one
@@ -323,6 +325,11 @@ class _Splitter:
         owner, _, attribute = name.rpartition(".")
         if getattr(self.layer.get_submodule(owner), attribute) is None:
             return None
+        if self.layer.get_parameter(name) in self.splits:
+            raise InvalidInput(
+                f"layer {self.layer.kind!r}: {name} is the weight of another of its modules, too, which tensor "
+                "parallelism cannot split twice; plan without TP (--space dp+pp)"
+            )
         made = TensorSplit(dim=dim, index=self.tensor.index, degree=self.tensor.degree, parts=parts)
         local = cut(self.layer, name, made)
         self.splits[local] = made
