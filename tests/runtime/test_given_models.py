@@ -299,3 +299,23 @@ def test_a_described_llama_is_run_as_it_was_described() -> None:
     for loss, other in ranks(2).run(_described, _TP, plan, batch):
         assert loss == pytest.approx(float(output.loss), rel=1e-5)
         assert float(other) == pytest.approx(squares, rel=1e-4)
+
+
+@pytest.mark.parametrize("stages", [[["dp2"] * 4], [["single"] * 2, ["single"] * 2]])
+def test_a_described_llama_trains_weights_that_it_shares(stages: list[list[str]]) -> None:
+    """Across stages, too."""
+    case = replace(_TP, stages=stages, steps=3)
+    given = batches(case)
+    spec = galvatron.describe(_changed(case, "shared weight"), given[0], case.training)
+    request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b"))
+    plan = priced(request, stages, micro_batches=2)
+    expected = _trained(_changed(case, "shared weight"), given)
+    for found in ranks(2).run(_losses, case, plan, given, "shared weight"):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_blocks_share_are_not_split(caplog: pytest.LogCaptureFixture) -> None:
+    (batch,) = batches(_TP)
+    spec = galvatron.describe(_changed(_TP, "shared weight"), batch, _TP.training)
+    assert all(kind.tensor_parallel is None for kind in spec.kinds)
+    assert "its blocks share weights, which TP cannot split" in caplog.text

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Case, batches, first_weights, single_process
+import torch.distributed as dist
+from oracle import Case, batches, first_weights, single_process, stock_model
 from parity import Trained, build, difference, held, plan_for
 from ranks import ranks
 from small_models import config
@@ -54,6 +55,53 @@ def test_clipping_as_in_one_process() -> None:
     """Not by a rank's own norm: parameters are split over ranks and stages."""
     found = ranks(4).run(_clipping, _MIXED, plan_for(_MIXED), first_weights(_MIXED), batches(_MIXED))
     assert difference(_MIXED, found, single_process(_MIXED)) is None
+
+
+def _assigning(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[dict[str, Tensor]]) -> list[float]:
+    """On a rank: averaged weights in the place of the last ones for an evaluation, and weights made smaller."""
+    return _assigned(build(case, plan, folder), given)
+
+
+def _assigned(model: Any, given: Sequence[dict[str, Tensor]]) -> list[float]:
+    own = list(model.parameters())
+    optimizer = torch.optim.SGD(own, lr=0.1)
+    averages = [each.detach().clone() for each in own]
+    losses = []
+    for batch in given:
+        losses.append(_passed(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        averages = [old.lerp(each.detach(), 0.5) for old, each in zip(averages, own, strict=True)]
+        last = [each.data for each in own]
+        for each, average in zip(own, averages, strict=True):
+            each.data = average
+        losses.append(_evaluated(model, batch))
+        for each, before in zip(own, last, strict=True):
+            each.data = before * 0.9
+    return losses
+
+
+def _passed(model: Any, batch: dict[str, Tensor]) -> float:
+    if not isinstance(model, nn.Module):
+        return float(model.forward_backward(batch))
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def _evaluated(model: Any, batch: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(model(**batch).loss if isinstance(model, nn.Module) else model.evaluate(batch))
+
+
+@pytest.mark.parametrize("stages", [[["sdp2"] * 4], [["dp2+zero2"] * 4], [["sdp2+rc", "tp2"], ["sdp2", "dp2"]]])
+def test_data_that_is_assigned_is_what_trains(stages: list[list[str]]) -> None:
+    """``parameter.data = …`` gives it other memory than FSDP2's."""
+    case = Case(config=config("gpt2"), stages=stages, batch=8, micro_batches=len(stages), dtype=torch.float64)
+    world, given = 2 * len(stages), batches(case)
+    expected = _assigned(stock_model(case).double(), given)
+    for found in ranks(world).run(_assigning, case, plan_for(case), first_weights(case), given):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def _said(call: Any) -> str:
@@ -232,6 +280,24 @@ def test_an_optimizer_of_what_trains_where_nothing_does(way: str) -> None:
     for found in ranks(2).run(_frozen_first_stage, plan_for(case), content, given, way):
         for name, expected in alone.named_parameters():
             torch.testing.assert_close(found[name], expected.detach(), rtol=1e-6, atol=1e-8)
+
+
+def _two_frozen(plan: galvatron.Plan, content: dict[str, Any], given: list[dict[str, Tensor]]) -> str:
+    """On a rank: of two models the first stage is frozen."""
+    models = [galvatron.parallelize(_frozen(content), plan, device="cpu") for _ in range(2)]
+    for model in models:
+        model.forward_backward(given[0])
+    if dist.get_rank():
+        return ""  # the other rank would wait for this one
+    return _said(lambda: nn.utils.clip_grad_norm_(models[0].parameters(), 0.5))
+
+
+def test_clipping_one_of_several_frozen_models_is_refused() -> None:
+    """PyTorch's function is given no gradient then, and says not whose."""
+    content = config("gpt2", tie_word_embeddings=False)
+    case = Case(config=content, stages=[["single"] * 2, ["single"] * 2], batch=4, micro_batches=2, steps=1)
+    said, _ = ranks(2).run(_two_frozen, plan_for(case), content, batches(case))
+    assert said.startswith("clip_grad_norm_: given no gradient of this rank (its stage is frozen)")
 
 
 def test_moments_in_bf16_refuse_what_they_do_not_have() -> None:

@@ -142,6 +142,47 @@ def test_a_nanogpt_trains_as_in_one_process(stages: list[list[str]]) -> None:
         torch.testing.assert_close(weights[name], value.detach(), rtol=1e-5, atol=1e-7)
 
 
+class _Centred(nn.Module):
+    """A block that subtracts a running mean, as some normalisers and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean(0).to(self.mean), 0.1)
+        made: Tensor = self.linear(hidden - self.mean)
+        return made
+
+
+def _centred() -> Regression:
+    torch.manual_seed(5)
+    model = Regression()
+    model.blocks = nn.ModuleList([_Centred(), _Centred()])
+    return model
+
+
+def _train_centred(plan: galvatron.Plan, check: bool) -> str:
+    options: Any = {"example": _points(4, 0), "inputs": _inputs, "loss": _loss, "device": "cpu"}
+    try:
+        model = galvatron.parallelize(_centred(), plan, check=None if check else False, **options)
+        model.forward_backward(_points(plan.batch, 0))
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stages", [[["dp2"] * 4], [["single"] * 2, ["single"] * 2]])
+def test_buffers_that_follow_the_data_are_refused(stages: list[list[str]]) -> None:
+    """Each rank would follow its own rows; by the comparison before training, and without it after the first batch."""
+    spec = galvatron.describe(_centred(), _points(4, 0), inputs=_inputs, loss=_loss)
+    for check in (True, False):
+        for said in ranks(2).run(_train_centred, _plan(spec, stages, batch=8), check):
+            assert said.startswith("Regression: forward changes its buffer blocks.0.mean, as BatchNorm does")
+
+
 def test_batches_of_any_form_with_functions_of_the_user() -> None:
     torch.manual_seed(5)
     own = Regression()

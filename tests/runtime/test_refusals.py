@@ -204,6 +204,29 @@ def test_inputs_that_nobody_reads() -> None:
         assert said[4] == said[5] == ""
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_by_the_longest_position_of_a_batch(kind: str) -> None:
+    """Which a rank with some of its rows does not know. Up to eight positions nothing changes."""
+    rotation: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 2, "long_factor": [3.0] * 2}
+        rotation |= {**factors, "original_max_position_embeddings": 8}
+    content = config("llama", rope_parameters=rotation, max_position_embeddings=8 if kind == "dynamic" else 64)
+    case = Case(config=content, stages=[["dp2"] * 4], batch=4, steps=1, dtype=torch.float64)
+    ids = torch.arange(4 * 16).view(4, 16) % 60
+
+    def given(*first: int) -> dict[str, Tensor]:
+        rows = [torch.cat([torch.arange(one), torch.arange(16 - one)]) for one in first]
+        return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.stack(rows)}
+
+    uneven, short, alike = given(16, 8, 8, 8), given(8, 8, 8, 8), given(12, 12, 12, 12)
+    for said in ranks(2).run(_feed, plan_for(case), [uneven, short, alike]):
+        assert said[0].startswith(
+            "batch: the last positions of its rows are 7 to 15; above 7 the model rotates all rows"
+        )
+        assert said[2:] == ["", "", "", ""]
+
+
 def test_labels_that_are_no_classes() -> None:
     """The stock model would take them for another kind of loss."""
     case = Case(config=config("vit"), stages=[["dp2"] * 4], batch=4, steps=1)

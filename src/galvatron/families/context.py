@@ -40,6 +40,7 @@ __all__ = [
     "rotation_by_length",
     "runs_seen",
     "sliced",
+    "steady_positions",
     "unknown_to_context",
 ]
 
@@ -87,6 +88,19 @@ def rotation_by_length(model: nn.Module) -> str | None:
                     f"(rope_type {kind!r}), which a part of a sequence does not have"
                 )
     return None
+
+
+def steady_positions(config: Any) -> int | None:
+    """Up to how many positions the rotary frequencies of a model do not depend on the longest one of a batch; None:
+    they never do. ``config``: as transformers has it."""
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in [given, *(own for own in given.values() if isinstance(own, Mapping))]:
+        kind = each.get("rope_type")
+        if isinstance(kind, str) and rotates_by_length(kind):
+            limits.append(each.get("original_max_position_embeddings") if kind == "longrope" else None)
+    return min((limit or config.max_position_embeddings for limit in limits), default=None)
 
 
 def sliced(

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.context import ContextMask, given_mask, sliced
+from galvatron.families.context import ContextMask, given_mask, sliced, steady_positions
 from galvatron.families.layer import Batch, LayeredModel
 from galvatron.runtime.layout.portions import Portion, Portions
 from galvatron.runtime.same_batches import BatchFigures, compared_here, figures_of, mark_of
@@ -84,6 +85,8 @@ class Reader:
         """Names of the ring and of Ulysses' group that this rank is in, at layers with such a portion."""
         self.check_shapes: Callable[[tuple[tuple[str, tuple[int, ...]], ...]], None] | None = None
         """Called with the shapes of one sample of each input: raises where layers cannot be divided so."""
+        stock = isinstance(getattr(layered.model, "config", None), PreTrainedConfig)
+        self._steady = steady_positions(layered.model.config) if stock else None
         self._taken = frozenset[str]().union(*(layer.inputs for layer in layered.layers)) | layered.required
         self._micro_batches, self._device, self._dtype = micro_batches, settings.device, settings.dtype
 
@@ -109,6 +112,8 @@ class Reader:
             raise InvalidInput(
                 f"batch: {', '.join(sorted(missing))} missing; it has {', '.join(sorted(batch)) or 'nothing'}"
             )
+        if self._steady is not None and "position_ids" in batch:
+            self._check_positions(batch["position_ids"], self._steady)
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in batch.items()}
         if self.check_shapes is not None:
             self.check_shapes(tuple(shapes.items()))
@@ -117,6 +122,18 @@ class Reader:
         return LocalBatch(
             parts, self._layered.targets(batch), shapes, mark_of(batch) if compared_here() else torch.zeros(()), figures
         )
+
+    @staticmethod
+    def _check_positions(positions: Tensor, steady: int) -> None:
+        """The stock model rotates all rows of a batch by the longest position in any of them; a rank has some rows."""
+        longest = positions.flatten(1).amax(1)
+        least, most = int(longest.min()), int(longest.max())
+        if most >= steady and least < most:
+            raise InvalidInput(
+                f"batch: the last positions of its rows are {least} to {most}; above {steady - 1} the model rotates "
+                "all rows by the longest of them (its rope_type), but ranks have some rows each: give rows that end at "
+                "the same position, shorter ones, or no position_ids"
+            )
 
     def rows_read(self) -> dict[str, frozenset[int]]:
         """Of each input but the labels, which all ranks count, the rows of a whole batch that this rank reads."""

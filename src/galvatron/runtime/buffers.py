@@ -35,7 +35,7 @@ class Buffers:
 
     def remember(self) -> None:
         """What they are now, before a first batch."""
-        self._before = {name: own.clone() for name, own in self._running() if name in self._fixed}
+        self._before = {name: own.clone() for name, own in self._running() if name in self._fixed and not own.is_meta}
 
     def check(self, device: torch.device) -> None:
         """Raise :class:`InvalidInput` on all ranks if forward has changed some since: each rank would have changed them
@@ -43,8 +43,8 @@ class Buffers:
         if not self._fixed:
             return
         before, self._before = self._before, {}
-        running = ((name, own) for name, own in self._running() if name in before)
-        changed = [name for name, own in running if not torch.equal(own.to(before[name].device), before[name])]
+        running = ((name, own) for name, own in self._running() if name in before and not own.is_meta)
+        changed = [name for name, own in running if not torch.equal(own, before[name])]
         found = [name for own in collectives.all_gather_object(changed, device) for name in own]
         if found:
             raise InvalidInput(

@@ -238,10 +238,16 @@ def test_what_is_not_certain_is_refused(
 
 def test_models_that_cannot_keep_documents_apart_are_refused(tmp_path: Path, tokenizer: Callable[[str], Path]) -> None:
     for kept in ("llama", "gpt2"):
-        check_kept_apart(config(kept))
+        check_kept_apart(config(kept), 64)
+    check_kept_apart(config("llama", vocab_size=32), 64)
+    rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    longer = config("llama", max_position_embeddings=64, rope_parameters=rotation)
+    check_kept_apart(longer, 64)
+    with pytest.raises(InvalidInput, match="because above 64 tokens it rotates all of a batch by the longest document"):
+        check_kept_apart(longer, 65)
     mamba = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "num_hidden_layers": 2, "vocab_size": 64}
     with pytest.raises(InvalidInput, match="cannot be kept apart, because it takes no position_ids"):
-        check_kept_apart(mamba)
+        check_kept_apart(mamba, 64)
     data = _file(tmp_path / "chat.jsonl", _talks(2))
     with pytest.raises(InvalidInput, match="are for causal language models"):
         open_data(data, config("bert", vocab_size=_VOCABULARY), _TRAINING, tokenizer=tokenizer(_PLAIN), cache=tmp_path)

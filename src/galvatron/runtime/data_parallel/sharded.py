@@ -149,19 +149,30 @@ class ShardedUnit(Unit):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """FSDP2 gathers from the masters, whose memory its parameters share: what was given other memory since
-        (``parameter.data = …``, as averaged weights often are) gets that back, with its new values."""
-        for local, parameter in zip(self.locals, self._sharded, strict=True):
-            shared = local_part(parameter)
-            if local.master.data_ptr() == shared.data_ptr():
-                continue
-            if local.master.shape != shared.shape:
+        """FSDP2 gathers from the masters' memory. Where one was given other memory since (``parameter.data = …``, as
+        averaged weights often are), it gathers from there: who gave it may still have use for what was there before."""
+        moved = [
+            (local, parameter)
+            for local, parameter in zip(self.locals, self._sharded, strict=True)
+            if local.master.data_ptr() != local_part(parameter).data_ptr()
+        ]
+        if not moved:
+            return
+        self.fsdp.reshard()
+        for local, parameter in moved:
+            before = local_part(parameter)
+            if local.master.shape != before.shape:
                 raise InvalidInput(
                     f"{local.name}: was given data of shape {list(local.master.shape)}; this rank's part of it has "
-                    f"{list(shared.shape)}"
+                    f"{list(before.shape)}"
                 )
-            shared.copy_(local.master)
-            local.master.data = shared
+            cast(Any, parameter)._local_tensor = local.master.data.to(before).contiguous()
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        for own in group.fsdp_params:
+            own.reset_sharded_param()
+        for local, parameter in moved:
+            local.master.data = local_part(parameter)
 
     def begin(self) -> None:
         self._filled.clear()

@@ -16,6 +16,7 @@ import torch
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
 from galvatron.families.build import read_config, stock_class
+from galvatron.families.context import steady_positions
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.runtime.trial import random_model
 from galvatron.train.data.chat import Chat
@@ -62,7 +63,7 @@ class KeptApart:
                 f"tokenizer: it has {tokenizer.vocabulary.size} tokens, the model's vocabulary "
                 f"{self.needs.vocabulary}; take the model's own tokenizer, or a model with a larger vocab_size"
             )
-        check_kept_apart(self.config)
+        check_kept_apart(self.config, self.needs.length)
         digest = hashlib.sha256(f"{_FORMAT} {key} {tokenizer.digest}".encode()).hexdigest()[:24]
         folder = built_once(self.cache, f"documents-{digest}", lambda new: write_documents(documents(), new, name))
         end = tokenizer.vocabulary.end or 0
@@ -84,17 +85,23 @@ class KeptApart:
 
 
 @torch.no_grad()
-def check_kept_apart(config: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidInput` if the stock model mixes documents whose positions start anew: a tiny copy of it must
-    give each of two in one row the scores that it gives them alone."""
+def check_kept_apart(config: Mapping[str, Any], length: int) -> None:
+    """Raise :class:`InvalidInput` if the stock model mixes documents whose positions start anew in rows of so many
+    tokens: a tiny copy of it must give each of two in one row the scores that it gives them alone."""
     full = read_config(config)
     kind = stock_class(full)
     refused = f"{kind.__name__}: documents in one row cannot be kept apart, because %s; give plain text, without --pack"
     if "position_ids" not in inspect.signature(kind.forward).parameters:
         raise InvalidInput(refused % "it takes no position_ids")
+    steady = steady_positions(full)
+    if steady is not None and length > steady:
+        raise InvalidInput(
+            refused % f"above {steady} tokens it rotates all of a batch by the longest document in it (its rope_type)"
+        )
     with torch.random.fork_rng(devices=[]):
         model: Any = random_model(kind, tiny_config(full), Training(dropout=False)).eval()
-    parts = [torch.arange(1, count + 1)[None] * 7 % TINY_TOKENS for count in _LENGTHS]
+    words = min(TINY_TOKENS, model.get_input_embeddings().num_embeddings)
+    parts = [torch.arange(1, count + 1)[None] * 7 % words for count in _LENGTHS]
     positions = [torch.arange(count)[None] for count in _LENGTHS]
     alone = [
         model(input_ids=ids, position_ids=own, use_cache=False).logits
