@@ -76,6 +76,23 @@ def _changed(case: Case, change: str | None) -> Any:
             model.model.embed_tokens.max_norm = 0.3
         case "frequency":
             model.model.embed_tokens.scale_grad_by_freq = True
+        case "backbone hook" | "root hook":
+            (model if change == "root hook" else model.model).register_forward_hook(lambda *_: None)
+        case "backbone method":
+            model.model.forward = MethodType(type(model.model).forward, model.model)
+        case "backbone class":
+            model.model.__class__ = type("Own", (type(model.model),), {})
+        case "region hook":
+            blocks[0].mlp.register_full_backward_hook(lambda *_: None)
+        case "activation":
+            blocks[0].mlp.act_fn = nn.Softmax(-1)
+        case "hook on an activation":
+            blocks[0].mlp.act_fn.register_forward_hook(lambda *_: None)
+        case "norm":
+            blocks[0].input_layernorm.__class__ = type("Own", (type(blocks[0].input_layernorm),), {})
+            blocks[0].register_forward_hook(lambda *_: None)
+        case "outputs":
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True, output_attentions=True)
         case "evaluation":
             model.eval()
         case "part in evaluation":
@@ -175,7 +192,7 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
             "model: the forward of LlamaForCausalLM was replaced by _changed.<locals>.<lambda>, which",
         ),
         ("other projection", "LlamaForCausalLM: model.layers.0 is not as its class made it (its plan in transformers"),
-        ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would not run where tensor"),
+        ("split hook", "layer 'decoder': block.self_attn.q_proj has a hook, which would see a part of what it"),
         ("parameter hook", "model: its parameter model.norm.weight has a hook, which would not run"),
         (
             "shared weight",
@@ -183,8 +200,15 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
         ),
         ("shared module", "LlamaForCausalLM: model.layers.0.self_attn.q_proj.weight and model.layers.1.self_attn"),
         ("shared inside", "layer 'decoder': block.mlp.up_proj.weight is the weight of another of its modules, too"),
-        ("head of another class", "layer 'head': lm_head has the forward of _Halved, which would not run where tensor"),
-        ("method", "layer 'decoder': block.mlp.up_proj has a forward of its own, which would not run where tensor"),
+        ("head of another class", "layer 'head': lm_head is a _Halved, which would see a part of what it sees in one"),
+        ("method", "layer 'decoder': block.mlp.up_proj has a forward of its own, which would see a part"),
+        ("backbone hook", "LlamaForCausalLM: model has a hook, which its layers do not call"),
+        ("root hook", "LlamaForCausalLM: the model itself has a hook, which its layers do not call"),
+        ("backbone method", "LlamaForCausalLM: model has a forward of its own, which its layers do not call"),
+        ("backbone class", "LlamaForCausalLM: model is a Own, which its layers do not call"),
+        ("region hook", "layer 'decoder': block.mlp has a hook, which would see a part of what it sees in one process"),
+        ("activation", "layer 'decoder': block.mlp.act_fn is a Softmax, which would see a part of what it sees"),
+        ("hook on an activation", "layer 'decoder': block.mlp.act_fn has a hook, which would see a part of what it"),
         ("closure", "model: the forward of model.layers.0.mlp.up_proj was replaced by _changed.<locals>.<lambda>"),
         ("largest norm", "model: max_norm of model.embed_tokens changes its weight in forward"),
         ("frequency", "model: scale_grad_by_freq of model.embed_tokens counts the rows of a whole batch"),
@@ -264,10 +288,33 @@ def test_a_part_in_evaluation_mode_stays_so(strategy: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_hook_on_a_module_that_is_not_split_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    """Elsewhere hooks are what they were: under DP those of projections too."""
+@pytest.mark.parametrize("change", ["split hook", "region hook", "activation", "norm"])
+def test_what_is_changed_in_a_module_that_is_not_split_runs(change: str) -> None:
+    """Elsewhere hooks and modules are what they were: under DP those of projections too."""
     case = replace(_TP, stages=[["dp2"] * 4])
-    assert ranks(2).run(_parallelize, case, plan_for(case), "split hook") == ["", ""]
+    assert ranks(2).run(_parallelize, case, plan_for(case), change) == ["", ""]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("tp2", ""), ("tp2+sp", "layer 'decoder': block has a hook")])
+def test_what_is_changed_around_regions_sees_all_tokens_or_is_refused(strategy: str, expected: str) -> None:
+    case = replace(_TP, stages=[["tp2", strategy, strategy, "tp2"]])
+    for said in ranks(2).run(_parallelize, case, plan_for(case), "norm"):
+        assert said.startswith(expected)
+        assert bool(said) == bool(expected)
+
+
+def test_the_hooks_with_which_transformers_collects_outputs_are_nobodys() -> None:
+    assert ranks(2).run(_parallelize, _TP, plan_for(_TP), "outputs") == ["", ""]
+
+
+@pytest.mark.parametrize("change", ["backbone hook", "region hook", "activation"])
+def test_unknown_families_run_as_they_are_where_nothing_is_split(change: str) -> None:
+    """A small copy made from the configuration knows of no change, so that comparing it shows nothing."""
+    case = replace(_TP, stages=[["tp2"] * 4])
+    spec = galvatron.describe(stock_model(case), batches(case)[0], case.training)
+    request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b"))
+    for said in ranks(2).run(_parallelize, case, priced(request, case.stages, micro_batches=1), change):
+        assert bool(said) == (change != "backbone hook")
 
 
 # Known families that were described

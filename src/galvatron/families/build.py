@@ -22,7 +22,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.families.discovery import family_of
 
-__all__ = ["build_meta", "read_config", "stock_class", "with_buffers", "without_weights"]
+__all__ = ["bare", "build_meta", "read_config", "stock_class", "with_buffers", "without_weights"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,6 +102,16 @@ def _unusable(name: str, error: Exception) -> InvalidInput:
         f"{name}: transformers {transformers.__version__} cannot build it from this configuration "
         f"({type(error).__name__}: {reason}); compare it with the config.json of a published model"
     )
+
+
+def bare(model: Any) -> nn.Module | None:
+    """A stock model of the class and configuration of this one, without weights; None if it cannot be built."""
+    try:
+        with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
+            made: nn.Module = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
+    except Exception:  # of whatever kind: a class may take more than its configuration
+        return None
+    return made
 
 
 def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:

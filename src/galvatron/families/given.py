@@ -135,15 +135,11 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of the user's, which are lost if another takes its place."""
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
+    """Whether a module has hooks of the user's, which are lost if another takes its place. Those with which
+    transformers collects outputs do nothing in training."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = (hook for each in hooks for hook in each.values())
+    return any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in own)
 
 
 def own_forward(module: nn.Module) -> str | None:

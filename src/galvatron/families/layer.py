@@ -112,6 +112,18 @@ class Layer(nn.Module, ABC):
         stock = self._stock_names[attribute]
         return f"{stock}.{rest}" if stock else rest
 
+    @property
+    def stock_modules(self) -> tuple[str, ...]:
+        """The stock model's names of the modules that it has, with all that is in them."""
+        return tuple(self._stock_names.values())
+
+    def name_of_module(self, stock: str) -> str | None:
+        """The name in the layer of a module that the stock model knows by this one; None: the layer has none."""
+        for attribute, name in self._stock_names.items():
+            if stock == name or stock.startswith(f"{name}."):
+                return attribute + stock[len(name) :]
+        return None
+
     def stock_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """(name in the layer, name in the stock model, parameter), in order."""
         for name, parameter in self.named_parameters():
@@ -166,6 +178,9 @@ class LayeredModel(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         """The stock model the layers were taken from; knows how its weights are initialised."""
+
+    shared_modules: tuple[str, ...] = ()
+    """Names of modules of the stock model that :meth:`context` calls."""
 
     def why_undivided(self, index: int) -> str | None:
         """Why context parallelism cannot divide the sequences of a layer; None: it can. Then its layers take positions

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from galvatron.core.errors import InvalidInput, PlanMismatch
 from galvatron.core.spec import Kind, LayerSpec, Strategy, schedule_named
 from galvatron.core.spec.tuning import stock_kind
+from galvatron.families.altered import check_called, check_split
 from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
@@ -17,7 +19,7 @@ from galvatron.families.lora import is_adapter
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
-__all__ = ["check_model", "check_schedule", "check_world", "kinds_of", "uses"]
+__all__ = ["check_model", "check_schedule", "check_unaltered", "check_world", "kinds_of", "uses"]
 
 
 def check_world(plan: Plan, world: int) -> None:
@@ -79,6 +81,16 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
                     f"{field}: {layer.strategy!r} fuses projection and loss, but this layer has none that can be: the "
                     "model changes its logits, or they are not its last step; leave +fl out"
                 )
+
+
+def check_unaltered(plan: Plan, layered: LayeredModel, altered: Mapping[str, str]) -> None:
+    """What people changed of a stock model's modules (``altered``, of :mod:`galvatron.families.altered`) must be
+    called, and with what it sees in one process."""
+    check_called(layered, altered)
+    for layer in (layer for stage in plan.stages for layer in stage.layers):
+        strategy, own = Strategy.parse(layer.strategy), layered.layers[layer.index]
+        if own.rules and strategy.degree(Kind.TP) > 1:
+            check_split(own, altered, sequence=strategy.sequence_parallel)
 
 
 def _check_adapters(plan: Plan, layered: LayeredModel) -> None:

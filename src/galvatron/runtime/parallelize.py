@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.adapter_weights import AdaptedWeights
+from galvatron.families.altered import altered_modules
 from galvatron.families.build import build_meta, without_weights
 from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
@@ -33,7 +34,7 @@ from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.build import build
-from galvatron.runtime.checks import check_model, check_schedule, check_world, uses
+from galvatron.runtime.checks import check_model, check_schedule, check_unaltered, check_world, uses
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
@@ -136,6 +137,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     freeze(stock, plan.model.training)
     layered = layered_model(stock, example, loss, generic=generic)
     check_model(plan, layered)
+    if isinstance(model, nn.Module):
+        check_unaltered(plan, layered, altered_modules(model))
     smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from galvatron.core.errors import Unequal
-from galvatron.families.weights import persistent_buffers
 from galvatron.runtime import collectives
 from galvatron.runtime.replicas import named_ranks
 
@@ -76,7 +75,8 @@ def start_alike(model: nn.Module | None, device: torch.device, *, seeded: bool) 
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+    buffers = {name: own for name, own in model.named_buffers() if not own.is_meta}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _figures(own: Tensor) -> tuple[int, float]:

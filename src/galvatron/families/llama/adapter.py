@@ -107,6 +107,7 @@ class Llama(LayeredModel):
 
     required = frozenset({"input_ids", "labels"})
     shifts_labels = True
+    shared_modules = ("model.rotary_emb",)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

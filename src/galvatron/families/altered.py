@@ -1,0 +1,83 @@
+"""What of a stock model in memory is not as its class made it: modules of other classes, forwards of their own, hooks.
+
+Layers of a known family call some of its modules and no others, and tensor parallelism gives modules a part of the
+features: what people changed there would be left out, or see something else than in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from galvatron.core.errors import InvalidInput
+from galvatron.families.build import bare
+from galvatron.families.generic.adapter import Generic
+from galvatron.families.given import has_hooks
+from galvatron.families.layer import Layer, LayeredModel
+from galvatron.families.rules import Columns, Region, Rows
+
+__all__ = ["altered_modules", "check_called", "check_split"]
+
+_DESCRIBE = "plan the model as it is, with galvatron.plan(galvatron.describe(model, batch), …)"
+
+
+def altered_modules(model: nn.Module) -> dict[str, str]:
+    """By name, in words; of Hugging Face's models alone. Adapters do not count."""
+    if not type(model).__module__.startswith("transformers."):
+        return {}
+    stock = bare(model)
+    if stock is None:
+        return {}
+    kinds = {name: type(own) for name, own in stock.named_modules(remove_duplicate=False)}
+    adapted = tuple(f"{name}." for name, own in model.named_modules() if type(own).__module__.startswith("peft."))
+    found = {}
+    for name, own in model.named_modules(remove_duplicate=False):
+        kind = type(own)
+        if kind.__module__.startswith("peft.") or name.startswith(adapted):
+            continue
+        if has_hooks(own):
+            found[name] = "has a hook"
+        elif "forward" in vars(own):
+            found[name] = "has a forward of its own"
+        elif kind is not kinds.get(name) and kind is not nn.Identity:
+            found[name] = f"is a {kind.__qualname__}"
+    return found
+
+
+def check_called(layered: LayeredModel, altered: Mapping[str, str]) -> None:
+    """Raise :class:`InvalidInput` for what layers of a known family do not call."""
+    if isinstance(layered, Generic):
+        return
+    called = tuple(f"{own}." for layer in layered.layers for own in layer.stock_modules)
+    for name, what in altered.items():
+        if not f"{name}.".startswith(called) and name not in layered.shared_modules:
+            model = type(layered.model).__name__
+            raise InvalidInput(
+                f"{model}: {name or 'the model itself'} {what}, which its layers do not call; {_DESCRIBE}"
+            )
+
+
+def check_split(layer: Layer, altered: Mapping[str, str], *, sequence: bool) -> None:
+    """Raise :class:`InvalidInput` for what would see a part of the features where tensor parallelism splits the layer,
+    or, with sequence parallelism, of the tokens."""
+    inside = () if sequence else _inside(layer)
+    for name, what in altered.items():
+        own = layer.name_of_module(name)
+        if own is None or not (sequence or any(own == path or own.startswith(f"{path}.") for path in inside)):
+            continue
+        raise InvalidInput(
+            f"layer {layer.kind!r}: {own} {what}, which would see a part of what it sees in one process where tensor "
+            "parallelism splits the layer; remove it, or plan without TP (--space dp+pp)"
+        )
+
+
+def _inside(layer: Layer) -> Sequence[str]:
+    """What is computed by parts: regions, and what stands beside a projection that is split."""
+    regions = [rule.path for rule in layer.rules if isinstance(rule, Region)]
+    projections = [rule.path for rule in layer.rules if isinstance(rule, Columns | Rows)]
+    parents = {path.rpartition(".")[0] for path in projections}
+    children = [
+        f"{parent}.{name}".lstrip(".") for parent in parents for name, _ in layer.get_submodule(parent).named_children()
+    ]
+    return [*regions, *(children if parents - set(regions) else [])]
