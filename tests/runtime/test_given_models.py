@@ -66,6 +66,8 @@ def _changed(case: Case, change: str | None) -> Any:
             blocks[0].mlp.up_proj.weight = blocks[0].mlp.gate_proj.weight
         case "head of another class":
             model.lm_head.__class__ = _Halved
+        case "several modules as head":
+            model.lm_head = nn.Sequential(model.lm_head)
         case "method" | "method of the head":
             projection = blocks[0].mlp.up_proj if change == "method" else model.lm_head
             projection.forward = MethodType(_halved, projection)
@@ -202,6 +204,7 @@ def _parallelize(case: Case, plan: galvatron.Plan, change: str) -> str:
         ("shared inside", "layer 'decoder': block.mlp.up_proj.weight is the weight of another of its modules, too"),
         ("head of another class", "layer 'head': lm_head is a _Halved, which would see a part of what it sees in one"),
         ("method", "layer 'decoder': block.mlp.up_proj has a forward of its own, which would see a part"),
+        ("several modules as head", "layer 'head': lm_head is a Sequential, which would see a part of what it sees"),
         ("backbone hook", "LlamaForCausalLM: model has a hook, which its layers do not call"),
         ("root hook", "LlamaForCausalLM: the model itself has a hook, which its layers do not call"),
         ("backbone method", "LlamaForCausalLM: model has a forward of its own, which its layers do not call"),
@@ -219,7 +222,7 @@ def test_what_training_would_ignore_is_refused(change: str, expected: str) -> No
         assert said.startswith(expected)
 
 
-@pytest.mark.parametrize("change", ["head of another class", "method of the head"])
+@pytest.mark.parametrize("change", ["head of another class", "method of the head", "several modules as head"])
 def test_a_head_of_ones_own_is_not_fused_with_the_loss(change: str) -> None:
     case = replace(_TP, stages=[["dp2", "dp2", "dp2", "dp2+fl"]])
     for said in ranks(2).run(_parallelize, case, plan_for(case), change):
@@ -258,7 +261,9 @@ def _trained(model: Any, given: list[dict[str, Tensor]], *, turns: bool = True) 
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "sdp2+rc"])
-@pytest.mark.parametrize("change", ["method", "method of the head", "head of another class", "shared inside"])
+@pytest.mark.parametrize(
+    "change", ["method", "method of the head", "head of another class", "several modules as head", "shared inside"]
+)
 def test_forwards_of_ones_own_run_where_modules_stay_whole(change: str, strategy: str) -> None:
     case = replace(_TP, stages=[[strategy] * 4], steps=3)
     given = batches(case)

@@ -18,6 +18,7 @@ from parity import Trained, build, difference, held, plan_for
 from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import AveragedModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -41,7 +42,7 @@ def _clipping(case: Case, plan: galvatron.Plan, folder: Path, given: Sequence[di
             gradients = [own.gradient.clone() for own in held(model)]
         own = list(model.parameters())
         if step % 2:  # the same in two steps
-            norm = nn.utils.get_total_norm([each.grad for each in own if each.grad is not None])
+            norm = get_total_norm([each.grad for each in own if each.grad is not None])
             nn.utils.clip_grads_with_norm_(own, case.clip, norm)
         else:
             norm = nn.utils.clip_grad_norm_(own, case.clip)

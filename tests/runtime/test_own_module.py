@@ -143,31 +143,32 @@ def test_a_nanogpt_trains_as_in_one_process(stages: list[list[str]]) -> None:
 
 
 class _Centred(nn.Module):
-    """A block that subtracts a running mean, as some normalisers and codebooks do."""
+    """A block that subtracts a running mean, as some normalisers and codebooks do, or one that counts its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self._counts = counts
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training:
-            self.mean.lerp_(hidden.detach().mean(0).to(self.mean), 0.1)
+            self.mean.lerp_(torch.ones(8) if self._counts else hidden.detach().mean(0).to(self.mean), 0.1)
         made: Tensor = self.linear(hidden - self.mean)
         return made
 
 
-def _centred() -> Regression:
+def _centred(*, counts: bool = False) -> Regression:
     torch.manual_seed(5)
     model = Regression()
-    model.blocks = nn.ModuleList([_Centred(), _Centred()])
+    model.blocks = nn.ModuleList([_Centred(counts=counts), _Centred(counts=counts)])
     return model
 
 
-def _train_centred(plan: galvatron.Plan, check: bool) -> str:
+def _train_centred(plan: galvatron.Plan, check: bool, counts: bool) -> str:
     options: Any = {"example": _points(4, 0), "inputs": _inputs, "loss": _loss, "device": "cpu"}
     try:
-        model = galvatron.parallelize(_centred(), plan, check=None if check else False, **options)
+        model = galvatron.parallelize(_centred(counts=counts), plan, check=None if check else False, **options)
         model.forward_backward(_points(plan.batch, 0))
     except InvalidInput as error:
         return str(error)
@@ -179,8 +180,18 @@ def test_buffers_that_follow_the_data_are_refused(stages: list[list[str]]) -> No
     """Each rank would follow its own rows; by the comparison before training, and without it after the first batch."""
     spec = galvatron.describe(_centred(), _points(4, 0), inputs=_inputs, loss=_loss)
     for check in (True, False):
-        for said in ranks(2).run(_train_centred, _plan(spec, stages, batch=8), check):
+        for said in ranks(2).run(_train_centred, _plan(spec, stages, batch=8), check, False):
             assert said.startswith("Regression: forward changes its buffer blocks.0.mean, as BatchNorm does")
+
+
+@pytest.mark.parametrize(("micro_batches", "strategy"), [(1, "dp2"), (2, "dp2"), (1, "dp2+rc")])
+def test_buffers_that_change_as_in_one_process_may(micro_batches: int, strategy: str) -> None:
+    """Whatever the rows, and once in an iteration."""
+    spec = galvatron.describe(_centred(counts=True), _points(4, 0), inputs=_inputs, loss=_loss)
+    request = Request(model=spec, cluster=cluster_of(2), batch=8, schedule=ONE_F_ONE_B)
+    plan = priced(request, [[strategy] * 4], micro_batches=micro_batches)
+    for said in ranks(2).run(_train_centred, plan, False, True):
+        assert bool(said) == (micro_batches > 1 or strategy != "dp2")
 
 
 def test_batches_of_any_form_with_functions_of_the_user() -> None:

@@ -147,6 +147,8 @@ def own_forward(module: nn.Module) -> str | None:
     module takes its place."""
     if "forward" in vars(module):
         return "a forward of its own"
+    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return f"a class of its own ({type(module).__qualname__})"
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     if owner.__module__.startswith(("torch.", "transformers.", "peft.")):
         return None

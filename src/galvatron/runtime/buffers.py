@@ -37,19 +37,22 @@ class Buffers:
         """What they are now, before a first batch."""
         self._before = {name: own.clone() for name, own in self._running() if name in self._fixed and not own.is_meta}
 
-    def check(self, device: torch.device) -> None:
-        """Raise :class:`InvalidInput` on all ranks if forward has changed some since: each rank would have changed them
-        by its own rows, and once for each micro-batch. Call it on all ranks."""
+    def check(self, device: torch.device, *, once: bool) -> None:
+        """Raise :class:`InvalidInput` on all ranks if forward has changed some since by the rows of each rank, or not
+        ``once`` in an iteration, as one process does. Call it on all ranks."""
         if not self._fixed:
             return
         before, self._before = self._before, {}
         running = ((name, own) for name, own in self._running() if name in before and not own.is_meta)
-        changed = [name for name, own in running if not torch.equal(own, before[name])]
-        found = [name for own in collectives.all_gather_object(changed, device) for name in own]
-        if found:
+        changed = {name: own.detach().cpu() for name, own in running if not torch.equal(own, before[name])}
+        given = collectives.all_gather_object(changed, device)
+        first = {name: own for known in reversed(given) for name, own in known.items()}
+        same = all(torch.equal(own, first[name]) for known in given for name, own in known.items())
+        if first and not (same and once):
             raise InvalidInput(
-                f"{type(self._layered.model).__name__}: forward changes its buffer {found[0]}, as BatchNorm does its "
-                "statistics: each rank would do that by its own rows; such a model cannot be divided and stay the same"
+                f"{type(self._layered.model).__name__}: forward changes its buffer {min(first)}, as BatchNorm "
+                "does its statistics, for the rows of a rank or of a micro-batch instead of the batch's; such a model "
+                "cannot be divided and stay the same"
             )
 
     @torch.no_grad()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CellType
 from typing import Any, Protocol
 
 import torch
@@ -89,20 +90,26 @@ def hooks_of(tensor: Tensor) -> int:
 
 def watch(model: Watched) -> None:
     """Look after this model's parameters from now on."""
-    found = clip_grad._get_total_norm
-    watcher: Any = found if isinstance(found, _Watcher) else _Watcher()
-    watcher.models.add(model)
+    cell = _norm()
+    if not isinstance(cell.cell_contents, _Watcher):
+        cell.cell_contents = _Watcher(cell.cell_contents)
+    cell.cell_contents.models.add(model)
+
+
+def _norm() -> CellType:
+    """Where PyTorch's function for norms has what it does: so it is found by scripts that imported it before, too."""
+    function: Any = clip_grad._get_total_norm
+    cells: tuple[CellType, ...] = function.__closure__
+    return next(cell for cell in cells if callable(cell.cell_contents))
 
 
 class _Watcher:
-    """Takes the place of the function with which PyTorch computes norms of gradients."""
+    """Takes the place of what PyTorch computes norms of gradients with."""
 
-    def __init__(self) -> None:
+    def __init__(self, otherwise: Callable[..., Tensor]) -> None:
         self.models: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._otherwise: Any = clip_grad._get_total_norm
-        vars(clip_grad)["_get_total_norm"] = self
-        vars(torch.nn.utils)["get_total_norm"] = self  # the same function under its public name
+        self._otherwise = otherwise
         register_optimizer_step_pre_hook(self._before_step)
 
     def __call__(
@@ -111,8 +118,7 @@ class _Watcher:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         model = self._owner(given)
         if model is None or not _several():
-            norm: Tensor = self._otherwise(given, norm_type, *options, **named)
-            return norm
+            return self._otherwise(given, norm_type, *options, **named)
         if float(norm_type) != 2.0 or len(given) != len(_gradients(model)):
             raise InvalidInput(
                 f"clip_grad_norm_: given {len(given)} gradients of this rank's {len(_gradients(model))} and the norm "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import optimizer_named
+from galvatron.core.spec import Strategy, optimizer_named
 from galvatron.families.layer import Batch
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.batches import LocalBatch, Reader
@@ -79,8 +79,10 @@ class ParallelModel:
         self._seed, self._iteration = settings.seed, 0
         self.named_batch: Callable[[Any], Batch] = _as_it_is
         """A batch in the user's own form as named tensors."""
-        self._checks_buffers = dist.get_world_size() > 1 or plan.micro_batches > 1
-        """Whether to see after the next batch that forward changes none."""
+        strategies = [Strategy.parse(layer.strategy) for stage in plan.stages for layer in stage.layers]
+        self._forward_once = plan.micro_batches == 1 and not any(own.recompute or own.graded for own in strategies)
+        self._checks_buffers = dist.get_world_size() > 1 or not self._forward_once
+        """Whether to see after the next batch that forward changes none by what a rank has of it."""
         self.compares_batches = compared_here()
         """Whether the next batch is compared between ranks: the first is, and that after this was set again."""
         self.training = True
@@ -245,7 +247,7 @@ class ParallelModel:
         with restored(self.device), products(tf32=self._tf32):
             loss = self._pipeline.run(local, self._iteration)
         if self._checks_buffers:
-            self.buffers.check(self.device)
+            self.buffers.check(self.device, once=self._forward_once)
             self._checks_buffers = False
         for unit in self._units:
             unit.finish()

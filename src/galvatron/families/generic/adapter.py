@@ -39,6 +39,7 @@ from galvatron.families.generic.layers import Block, Bridge, Context, Embedding,
 from galvatron.families.generic.own_loss import find_balance, refuse_capacity, refuse_layer_drop, shifts_labels
 from galvatron.families.generic.projection import fusible_projection, is_called
 from galvatron.families.generic.segments import Anatomy
+from galvatron.families.generic.shared import without_shared
 from galvatron.families.generic.stubs import Call, Stop, StubbedModel
 from galvatron.families.generic.tensor_plan import divides
 from galvatron.families.generic.tensor_rules import find_rules
@@ -92,7 +93,8 @@ class Generic(LayeredModel):
         self._width = self.anatomy.segments[-1].hidden(calls[-1]).shape[-1]
         names = [self.anatomy.name(block) for block in range(len(kinds))]
         self.expert_rules = find_experts(model, names, kinds)
-        self.tensor_rules = find_rules(model, self.anatomy, kinds, calls, self.expert_rules.blocks)
+        rules = find_rules(model, self.anatomy, kinds, calls, self.expert_rules.blocks)
+        self.tensor_rules = without_shared(rules, [model.get_submodule(name) for name in names], kinds)
         self._trial = trial
         self.layers = self._layers(kinds, loss)
         for layer in self.layers:

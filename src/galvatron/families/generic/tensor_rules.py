@@ -105,29 +105,7 @@ def find_rules(
     if key not in _FOUND or None in outlines.values():
         runs = {kind: _Run(model, anatomy, calls[index], experts.get(kind)) for kind, index in first.items()}
         _FOUND[key] = _watched(runs, said)._beside(experts)
-    return _without_shared(
-        _FOUND[key], [model.get_submodule(anatomy.name(index)) for index in range(len(kinds))], kinds
-    )
-
-
-def _without_shared(rules: TensorRules, blocks: Sequence[nn.Module], kinds: Sequence[str]) -> TensorRules:
-    """Kinds that would split a weight of several blocks have no rules: only tables of words are used across layers in
-    parts."""
-    users: dict[nn.Parameter, list[tuple[str, str]]] = {}
-    for block, kind in zip(blocks, kinds, strict=True):
-        for name, own in block.named_parameters(prefix="block"):
-            users.setdefault(own, []).append((kind, name))
-    shared = {use for uses in users.values() if len(uses) > 1 for use in uses}
-    whole = {kind for kind, name in shared if any(_splits(rule, name) for rule in rules.blocks.get(kind, ()))}
-    if not whole:
-        return rules
-    return TensorRules(refused="its blocks share weights, which TP cannot split")
-
-
-def _splits(rule: Rule, name: str) -> bool:
-    if isinstance(rule, Table):
-        return rule.path == name
-    return isinstance(rule, Columns | Rows) and name.startswith(f"{rule.path}.")
+    return _FOUND[key]
 
 
 def _watched(runs: Mapping[str, _Run], said: Mapping[str, tuple[Rule, ...]]) -> TensorRules:

@@ -116,7 +116,7 @@ class Llama(LayeredModel):
         self.rotary = model.model.rotary_emb
         decoders = [_Decoder(model, index) for index in range(len(model.model.layers))]
         self.layers = (_Embedding(model), *decoders, _Head(model))
-        if model.lm_head.weight is model.model.embed_tokens.weight:
+        if getattr(model.lm_head, "weight", None) is model.model.embed_tokens.weight:
             self.ties = (Tie((Use(0, "embed_tokens.weight"), Use(len(self.layers) - 1, "lm_head.weight"))),)
 
     def context(self, batch: Batch, dtype: torch.dtype) -> _Context:
