@@ -197,8 +197,10 @@ def test_inputs_that_nobody_reads() -> None:
     """The stock model would compute something else with them."""
     (batch,) = batches(_SPLIT)
     vectors = torch.zeros(4, 8, 32)
-    given = [{**batch, "inputs_embeds": vectors}, {**batch, "shift_labels": batch["labels"]}, batch]
+    shorter = {**batch, "labels": batch["labels"][:, 1:]}
+    given = [{**batch, "inputs_embeds": vectors}, {**batch, "shift_labels": batch["labels"]}, batch, shorter]
     for said in ranks(2).run(_feed, plan_for(_SPLIT), given):
+        assert said[6].startswith("batch: labels have shape [4, 7], input_ids [4, 8]; expected a label for each token")
         assert said[0].startswith("batch: inputs_embeds given, which no layer reads")
         assert said[2].startswith("batch: shift_labels given, which no layer reads")
         assert said[4] == said[5] == ""

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.context import ContextMask, given_mask, sliced, steady_positions
-from galvatron.families.layer import Batch, LayeredModel
+from galvatron.families.layer import IGNORED, Batch, LayeredModel
 from galvatron.runtime.layout.portions import Portion, Portions
 from galvatron.runtime.same_batches import BatchFigures, compared_here, figures_of, mark_of
 from galvatron.runtime.settings import ComputeSettings
@@ -111,6 +111,12 @@ class Reader:
         if missing:
             raise InvalidInput(
                 f"batch: {', '.join(sorted(missing))} missing; it has {', '.join(sorted(batch)) or 'nothing'}"
+            )
+        tokens, labels = batch.get("input_ids"), batch.get("labels")
+        if self._layered.shifts_labels and tokens is not None and labels is not None and tokens.shape != labels.shape:
+            raise InvalidInput(
+                f"batch: labels have shape {list(labels.shape)}, input_ids {list(tokens.shape)}; expected a label for "
+                f"each token, {IGNORED} where none counts"
             )
         if self._steady is not None and "position_ids" in batch:
             self._check_positions(batch["position_ids"], self._steady)
