@@ -52,11 +52,13 @@ def plan(
 
 def _tuned_as(model: nn.Module, setup: Setup) -> nn.Module:
     """The stock model in memory; the setup then says what of it is frozen, and which adapters it has."""
+    from galvatron.families.altered import check_known
     from galvatron.families.given import as_stock
     from galvatron.families.lora import lora_of, without_peft
     from galvatron.families.tuning import frozen_parts
 
     stock: nn.Module = without_peft(as_stock(model))
+    check_known(stock)
     lora = lora_of(stock)
     if lora is not None:
         setup.update(with_adapters(setup, lora))

@@ -222,6 +222,14 @@ def test_what_training_would_ignore_is_refused(change: str, expected: str) -> No
         assert said.startswith(expected)
 
 
+@pytest.mark.parametrize("change", ["backbone class", "root hook", "shared module", "closure", "largest norm"])
+def test_a_changed_model_is_refused_when_it_is_planned_for(change: str) -> None:
+    """Before any process starts."""
+    with pytest.raises(InvalidInput, match=r"which its layers do not call|are one weight|was replaced by|changes its"):
+        galvatron.plan(_changed(_TP, change), "rtx4090:2", batch=4, sequence_length=8)
+    assert galvatron.plan(_changed(_TP, "outputs"), "rtx4090:2", batch=4, sequence_length=8).batch == 4
+
+
 @pytest.mark.parametrize("change", ["head of another class", "method of the head", "several modules as head"])
 def test_a_head_of_ones_own_is_not_fused_with_the_loss(change: str) -> None:
     case = replace(_TP, stages=[["dp2", "dp2", "dp2", "dp2+fl"]])

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from galvatron.core.errors import InvalidInput
-from galvatron.families.build import bare
+from galvatron.families.build import bare, without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.given import has_hooks
 from galvatron.families.layer import Layer, LayeredModel
+from galvatron.families.registry import in_family, layered_model
 from galvatron.families.rules import Columns, Region, Rows
 
-__all__ = ["altered_modules", "check_called", "check_split"]
+__all__ = ["altered_modules", "check_called", "check_known", "check_split"]
 
 _DESCRIBE = "plan the model as it is, with galvatron.plan(galvatron.describe(model, batch), …)"
 
@@ -43,6 +44,12 @@ def altered_modules(model: nn.Module) -> dict[str, str]:
         elif kind is not kinds.get(name) and kind is not nn.Identity:
             found[name] = f"is a {kind.__qualname__}"
     return found
+
+
+def check_known(model: nn.Module) -> None:
+    """Raise :class:`InvalidInput` for a model of a known family that its layers would not run as it is."""
+    if in_family(model):
+        check_called(layered_model(without_weights(model)), altered_modules(model))
 
 
 def check_called(layered: LayeredModel, altered: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from galvatron.families.generic.adapter import Generic, LossFunction
 from galvatron.families.given import refuse_replaced, refuse_shared
 from galvatron.families.layer import Batch, LayeredModel
 
-__all__ = ["layered_model"]
+__all__ = ["in_family", "layered_model"]
 
 
 def layered_model(
@@ -30,6 +30,11 @@ def layered_model(
     layered = adapter(model)
     refuse_shared(layered)
     return layered
+
+
+def in_family(model: nn.Module) -> bool:
+    """Whether a family knows models of this class."""
+    return _adapter(type(model)) is not None
 
 
 def _adapter(stock: type[nn.Module]) -> type[LayeredModel] | None:
