@@ -1,7 +1,7 @@
 """Random trainings against one process of the stock model: models × switches × batches × plans × optimizers × freezing.
 
     python benchmarks/fuzz_training.py --cases 1000 --seed 0 --workers 4
-        [--context | --architectures] [--adapters] [--compiled]
+        [--context | --architectures] [--adapters] [--compiled] [--changes]
 
 Each case is drawn from its seed alone and printed as one line of JSON: what was drawn, and what became of it.
 ``equal``: losses, norms, gradients and weights are those of the stock model trained by plain PyTorch in fp64.
@@ -9,8 +9,9 @@ Each case is drawn from its seed alone and printed as one line of JSON: what was
 status 1. Ranks are started once for all cases. ``--context`` divides sequences over ranks in most layers, of other
 models. ``--architectures`` draws from all architectures of transformers that train (``results/intake.jsonl``), each
 tiny, some with padding on the left; those that TP does not divide get none. ``--adapters`` gives the models low-rank
-adapters of peft, which then trains them alone. ``--compiled`` compiles blocks, where anything that does not compile is
-``different``.
+adapters of peft, which then trains them alone. ``--changes`` gives the model in memory hooks, classes and forwards of
+its own, or weights that modules share, of which the plan knows nothing. ``--compiled`` compiles blocks, where anything
+that does not compile is ``different``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.nn import functional
 import galvatron
 from fuzz_adapters import adapted, adapted_plan, draw_adapters, plain_name, stock_of
 from fuzz_batches import mask_any, pad
+from fuzz_changes import changed, draw_change
 from fuzz_models import DECODERS, MODELS
 from galvatron.core.errors import GalvatronError
 from galvatron.core.spec import Attention, Context, Kind, LayerSpec, Strategy, Training
@@ -112,6 +114,8 @@ class Drawn:
     """It is any of transformers' architectures."""
     adapters: str = ""
     """What peft is told, as JSON; empty: there are none."""
+    change: str = ""
+    """What is done to the model in memory, as JSON; empty: nothing."""
     compiled: bool = False
     """Blocks are compiled, and products that are narrow for so small a model are merged."""
 
@@ -169,6 +173,7 @@ def draw(
     architectures: bool = False,
     adapters: bool = False,
     compiled: bool = False,
+    changes: bool = False,
 ) -> Drawn:
     """The case of a seed, for at most so many devices."""
     dice = random.Random(seed)
@@ -190,6 +195,8 @@ def draw(
     )  # fmt: skip
     if adapters:
         case = replace(case, frozen="", adapters=draw_adapters(random.Random(seed), _model(case)))
+    if changes:
+        case = replace(case, change=draw_change(random.Random(seed), _model(case)))
     layered = _layered(case)
     facts = facts_of(layered, _training(case), stock)
     kinds = {kind.name: kind for kind in facts.kinds}
@@ -267,6 +274,8 @@ def _model(case: Drawn) -> nn.Module:
         own.requires_grad_(not (fits or (case.frozen == "?" and dice.random() < 0.33)))
     if not any(own.requires_grad for _, own in named):
         named[-1][1].requires_grad_()
+    if case.change:
+        model = changed(model, case.change)
     return adapted(model, case.adapters, case.seed) if case.adapters else model
 
 
@@ -301,7 +310,7 @@ def _configured(case: Drawn) -> nn.Module:
 
 def _layered(case: Drawn) -> LayeredModel:
     """Found once for a case: a trial run takes long."""
-    return _layered_once(replace(case, stages=()))
+    return _layered_once(replace(case, stages=(), change=""))
 
 
 @lru_cache(maxsize=1)
@@ -450,13 +459,14 @@ def fuzz(
     architectures: bool = False,
     adapters: bool = False,
     compiled: bool = False,
+    changes: bool = False,
 ) -> Iterator[Outcome]:
     """What becomes of each seed's case."""
     for seed in seeds:
         began, drawn, kind = time.perf_counter(), {}, "error"
         try:
             kinds = {"context": context, "architectures": architectures, "adapters": adapters, "compiled": compiled}
-            case = draw(seed, most, **kinds)
+            case = draw(seed, most, **kinds, changes=changes)
             drawn = asdict(case)
             given = _batches(case)
             found = run(case.devices, _together, case, _plan(case), given)
@@ -486,6 +496,7 @@ def main() -> int:
     drawn.add_argument("--architectures", action="store_true", help="any of transformers' architectures")
     parser.add_argument("--adapters", action="store_true", help="train low-rank adapters of peft")
     parser.add_argument("--compiled", action="store_true", help="compile blocks")
+    parser.add_argument("--changes", action="store_true", help="change the model in memory")
     parser.add_argument("--slice", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slice is None and given.workers > 1:
@@ -501,7 +512,7 @@ def main() -> int:
     last = given.seed + given.cases
     seeds = range(given.seed + (given.slice or 0), last, given.workers if given.slice is not None else 1)
     counts: Counter[str] = Counter()
-    kind = {name: getattr(given, name) for name in ("context", "architectures", "adapters", "compiled")}
+    kind = {name: getattr(given, name) for name in ("context", "architectures", "adapters", "compiled", "changes")}
     for outcome in fuzz(seeds, lambda world, *args: ranks(world).run(*args), given.most, **kind):
         counts[outcome.kind] += 1
         print(json.dumps(asdict(outcome)), flush=True)

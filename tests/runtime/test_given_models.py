@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from oracle import Case, batches, stock_model
 from parity import Held, cluster_of, held, plan_for
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from ranks import ranks
 from small_models import config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 
 import galvatron
 from galvatron.core.errors import GalvatronError, InvalidInput
@@ -36,7 +39,8 @@ _DROPPING = replace(
 
 def _changed(case: Case, change: str | None) -> Any:
     model: Any = stock_model(case)
-    blocks: Any = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    blocks: Any = model.transformer.h if hasattr(model, "transformer") else getattr(model, "model", None)
+    blocks = getattr(blocks, "layers", blocks)
     match change:
         case "checkpointing":
             model.gradient_checkpointing_enable()
@@ -81,13 +85,18 @@ def _changed(case: Case, change: str | None) -> Any:
         case "backbone hook" | "root hook":
             (model if change == "root hook" else model.model).register_forward_hook(lambda *_: None)
         case "backbone method":
-            model.model.forward = MethodType(type(model.model).forward, model.model)
+            before = type(model.model).forward
+            model.model.forward = MethodType(lambda *args, **named: before(*args, **named), model.model)
         case "backbone class":
             model.model.__class__ = type("Own", (type(model.model),), {})
         case "region hook":
             blocks[0].mlp.register_full_backward_hook(lambda *_: None)
         case "activation":
             blocks[0].mlp.act_fn = nn.Softmax(-1)
+        case "other activation":
+            blocks[0].mlp.act_fn = nn.GELU()
+        case "last norm":
+            model.model.norm.__class__ = type("Own", (type(model.model.norm),), {})
         case "hook on an activation":
             blocks[0].mlp.act_fn.register_forward_hook(lambda *_: None)
         case "norm":
@@ -95,6 +104,13 @@ def _changed(case: Case, change: str | None) -> Any:
             blocks[0].register_forward_hook(lambda *_: None)
         case "outputs":
             model(input_ids=torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True, output_attentions=True)
+        case "table of one stack":
+            model.encoder.embed_tokens = nn.Embedding(67, 32)
+        case "hook on the common table":
+            model.shared.register_forward_hook(lambda *_: None)
+        case "configuration":
+            model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         case "evaluation":
             model.eval()
         case "part in evaluation":
@@ -222,6 +238,106 @@ def test_what_training_would_ignore_is_refused(change: str, expected: str) -> No
         assert said.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (
+            LlamaMLP,
+            "layer 'decoder': block.mlp has a forward of its own, which would see a part of what it sees in one",
+        ),
+        (LlamaModel, "LlamaForCausalLM: model has a forward of its own, which its layers do not call"),
+        (LlamaForCausalLM, "LlamaForCausalLM: the model itself has a forward of its own, which its layers do not call"),
+    ],
+)
+def test_a_class_whose_forward_was_replaced(kind: Any, expected: str) -> None:
+    """For all of its modules, as is often done."""
+    for said in ranks(2).run(_patched, _TP, plan_for(_TP), kind):
+        assert said.startswith(expected)
+
+
+def _patched(case: Case, plan: galvatron.Plan, kind: Any) -> str:
+    before = kind.forward
+    kind.forward = lambda self, *args, **named: before(self, *args, **named)
+    try:
+        return _parallelize(case, plan, "none")
+    finally:
+        kind.forward = before
+
+
+def _adapted(case: Case, plan: galvatron.Plan, change: str) -> str:
+    """On a rank: what is said to a peft model; "split hook" was there before the adapter."""
+    model: Any = get_peft_model(
+        _changed(case, change), LoraConfig(target_modules=["q_proj"], lora_alpha=_ALPHA[change])
+    )
+    projection = model.get_base_model().model.layers[0].self_attn.q_proj
+    if change == "adapter hook":
+        projection.lora_B["default"].register_forward_hook(lambda *_: None)
+    elif change == "adapter class":
+        projection.lora_A["default"].__class__ = _Halved
+    elif change == "adapter method":
+        projection.forward = MethodType(type(projection).forward, projection)
+    try:
+        galvatron.parallelize(model, plan, device="cpu")
+    except GalvatronError as error:
+        return str(error)
+    return ""
+
+
+_ALPHA = defaultdict(lambda: 8, alpha=32)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("none", ""),
+        ("split hook", "layer 'decoder': block.self_attn.q_proj.base_layer has a hook"),
+        ("adapter hook", "layer 'decoder': block.self_attn.q_proj.lora_B.default has a hook"),
+        ("adapter class", "layer 'decoder': block.self_attn.q_proj.lora_A.default is a _Halved"),
+        ("adapter method", "peft: model.layers.0.self_attn.q_proj has a forward of its own"),
+        ("alpha", "model: its adapters have alpha 32, those in the plan 8; plan again"),
+    ],
+)
+def test_adapters_that_people_changed(change: str, expected: str) -> None:
+    """What has another alpha would be exported with the plan's."""
+    adapted = get_peft_model(_changed(_TP, None), LoraConfig(target_modules=["q_proj"]))
+    planned = galvatron.plan(adapted, "rtx4090:2", batch=4, sequence_length=8, precision="fp32", dropout=False)
+    request = Request(model=planned.model.spec(), cluster=cluster_of(2), batch=4, schedule=schedule_named("1f1b"))
+    for said in ranks(2).run(_adapted, _TP, priced(request, _TP.stages, micro_batches=1), change):
+        assert said.startswith(expected)
+        assert bool(said) == bool(expected)
+
+
+def test_prompts_that_train_are_refused() -> None:
+    model = get_peft_model(_changed(_TP, None), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(InvalidInput, match="the model is trained by PROMPT_TUNING; only LoRA can be run"):
+        galvatron.plan(model, "rtx4090:2", batch=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("table of one stack", "T5ForConditionalGeneration: encoder.embed_tokens.weight is in none of its layers"),
+        ("hook on the common table", "T5ForConditionalGeneration: shared has a hook, which its layers do not call"),
+    ],
+)
+def test_tables_of_two_stacks(change: str, expected: str) -> None:
+    """The stock stacks look up in modules of their own, of which the weight is one."""
+    case = Case(config=config("t5"), stages=[["dp2"] * 7], batch=4, steps=1)
+    for said in ranks(2).run(_parallelize, case, plan_for(case), change):
+        assert said.startswith(expected)
+
+
+def test_a_model_with_another_configuration_is_exported_with_its_own(tmp_path: Path) -> None:
+    """Its sizes are those of the plan, and it trains as it is."""
+    assert ranks(2).run(_export, _TP, plan_for(_TP), "configuration", tmp_path / "out") == ["", ""]
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.rope_parameters["rope_theta"] == 77.0
+    (batch,) = batches(_TP)
+    with torch.no_grad():
+        theirs, ours = _changed(_TP, "configuration")(**batch).loss, loaded(**batch).loss
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+
 @pytest.mark.parametrize("change", ["backbone class", "root hook", "shared module", "closure", "largest norm"])
 def test_a_changed_model_is_refused_when_it_is_planned_for(change: str) -> None:
     """Before any process starts."""
@@ -299,6 +415,12 @@ def test_a_part_in_evaluation_mode_stays_so(strategy: str) -> None:
     expected = _trained(_changed(case, "evaluation"), given, turns=False)
     for found in ranks(2).run(_losses, case, plan_for(case), given, "part in evaluation"):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("change", ["other activation", "last norm"])
+def test_what_computes_a_part_as_it_computes_all_may_change(change: str) -> None:
+    """Activations element by element, and what is beside the head, with TP too."""
+    assert ranks(2).run(_parallelize, _TP, plan_for(_TP), change) == ["", ""]
 
 
 @pytest.mark.parametrize("change", ["split hook", "region hook", "activation", "norm"])

@@ -13,13 +13,16 @@ from torch import nn
 from galvatron.core.errors import InvalidInput
 from galvatron.families.build import bare, without_weights
 from galvatron.families.generic.adapter import Generic
-from galvatron.families.given import has_hooks
+from galvatron.families.given import LIBRARIES, has_hooks, replaced_forward
 from galvatron.families.layer import Layer, LayeredModel
 from galvatron.families.registry import in_family, layered_model
 from galvatron.families.rules import Columns, Region, Rows
 
 __all__ = ["altered_modules", "check_called", "check_known", "check_split"]
 
+_ACTIVATIONS = ("activation", "activations", "dropout")
+"""Modules of torch.nn and of transformers."""
+_MIXING = frozenset({"GLU", "LogSoftmax", "MultiheadAttention", "PReLU", "Softmax", "Softmax2d", "Softmin"})
 _DESCRIBE = "plan the model as it is, with galvatron.plan(galvatron.describe(model, batch), …)"
 
 
@@ -34,16 +37,26 @@ def altered_modules(model: nn.Module) -> dict[str, str]:
     adapted = tuple(f"{name}." for name, own in model.named_modules() if type(own).__module__.startswith("peft."))
     found = {}
     for name, own in model.named_modules(remove_duplicate=False):
-        kind = type(own)
-        if kind.__module__.startswith("peft.") or name.startswith(adapted):
-            continue
+        kind, plain = type(own), name.removesuffix(".base_layer")
+        peft = kind.__module__.startswith("peft.") or (name == plain and name.startswith(adapted))
+        expected = kind.__module__.startswith(LIBRARIES) if peft else kind is kinds.get(plain) or _elementwise(kind)
         if has_hooks(own):
             found[name] = "has a hook"
-        elif "forward" in vars(own):
+        elif replaced_forward(own):
             found[name] = "has a forward of its own"
-        elif kind is not kinds.get(name) and kind is not nn.Identity:
-            found[name] = f"is a {kind.__qualname__}"
+        elif not expected:
+            found[name] = (
+                f"is a {kind.__qualname__}" if peft or plain in kinds else "is a module that its class does not have"
+            )
     return found
+
+
+def _elementwise(kind: type[nn.Module]) -> bool:
+    """Activations and the like, which compute a part of the features as they compute all."""
+    if kind is nn.Identity:
+        return True
+    library = kind.__module__.startswith(LIBRARIES) and kind.__module__.rpartition(".")[2] in _ACTIVATIONS
+    return library and kind.__name__ not in _MIXING
 
 
 def check_known(model: nn.Module) -> None:
@@ -58,7 +71,8 @@ def check_called(layered: LayeredModel, altered: Mapping[str, str]) -> None:
         return
     called = tuple(f"{own}." for layer in layered.layers for own in layer.stock_modules)
     for name, what in altered.items():
-        if not f"{name}.".startswith(called) and name not in layered.shared_modules:
+        held = f"{name}.".startswith(called) and name not in layered.stand_ins
+        if not held and name not in layered.shared_modules:
             model = type(layered.model).__name__
             raise InvalidInput(
                 f"{model}: {name or 'the model itself'} {what}, which its layers do not call; {_DESCRIBE}"
@@ -83,8 +97,8 @@ def _inside(layer: Layer) -> Sequence[str]:
     """What is computed by parts: regions, and what stands beside a projection that is split."""
     regions = [rule.path for rule in layer.rules if isinstance(rule, Region)]
     projections = [rule.path for rule in layer.rules if isinstance(rule, Columns | Rows)]
-    parents = {path.rpartition(".")[0] for path in projections}
+    parents = {path.rpartition(".")[0] for path in projections if "." in path}
     children = [
         f"{parent}.{name}".lstrip(".") for parent in parents for name, _ in layer.get_submodule(parent).named_children()
     ]
-    return [*regions, *(children if parents - set(regions) else [])]
+    return [*regions, *projections, *(children if parents - set(regions) else [])]

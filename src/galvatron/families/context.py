@@ -93,7 +93,10 @@ def rotation_by_length(model: nn.Module) -> str | None:
 def steady_positions(config: Any) -> int | None:
     """Up to how many positions the rotary frequencies of a model do not depend on the longest one of a batch; None:
     they never do. ``config``: as transformers has it."""
-    config = config.get_text_config()
+    try:
+        config = config.get_text_config()
+    except ValueError:  # it has several
+        return None
     given = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in [given, *(own for own in given.values() if isinstance(own, Mapping))]:

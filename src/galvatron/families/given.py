@@ -19,13 +19,16 @@ from galvatron.core.errors import InvalidInput
 from galvatron.families.layer import LayeredModel, shared_weights
 
 __all__ = [
+    "LIBRARIES",
     "as_stock",
     "has_hooks",
     "keep_in_evaluation",
     "own_forward",
+    "refuse_left_out",
     "refuse_own_loss",
     "refuse_replaced",
     "refuse_shared",
+    "replaced_forward",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ _EMBEDDING_OPTIONS = (
     ("scale_grad_by_freq", "counts the rows of a whole batch, of which each rank has its own", False),
     ("sparse", "makes gradients that ranks cannot sum", False),
 )
+LIBRARIES = ("torch.", "transformers.", "peft.", "liger_kernel.")
+"""Whose modules compute what they say, those of the last one as those whose place they take."""
 _INPUT_GRADIENTS = "enable_input_require_grads"
 """The method of transformers whose hook lets embeddings have gradients, for the sake of its own recompute alone."""
 
@@ -145,14 +150,21 @@ def has_hooks(module: nn.Module) -> bool:
 def own_forward(module: nn.Module) -> str | None:
     """What computes a projection or embedding, in words, if it is not what its library made: it is lost if another
     module takes its place."""
-    if "forward" in vars(module):
+    if replaced_forward(module):
         return "a forward of its own"
     if not isinstance(getattr(module, "weight", None), nn.Parameter):
         return f"a class of its own ({type(module).__qualname__})"
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    if owner.__module__.startswith(("torch.", "transformers.", "peft.")):
-        return None
-    return f"the forward of {owner.__qualname__}"
+    return None if owner.__module__.startswith(LIBRARIES) else f"the forward of {owner.__qualname__}"
+
+
+def replaced_forward(module: nn.Module) -> bool:
+    """Whether someone put a function in the place of the module's forward, or of its class's."""
+    if "forward" in vars(module):
+        return not str(getattr(vars(module)["forward"], "__module__", "")).startswith(LIBRARIES)
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    where = getattr(vars(owner)["forward"], "__module__", owner.__module__)
+    return owner.__module__.startswith(LIBRARIES) and not where.startswith(LIBRARIES)
 
 
 def refuse_replaced(model: nn.Module) -> None:
@@ -161,6 +173,17 @@ def refuse_replaced(model: nn.Module) -> None:
         raise InvalidInput(
             f"{type(model).__name__}: its forward was replaced, which layers do not call; make a class of your own, "
             "describe it (galvatron.describe) and plan for that"
+        )
+
+
+def refuse_left_out(layered: LayeredModel) -> None:
+    """Raise :class:`InvalidInput` if a model of a known family has a parameter that is in none of its layers."""
+    held = {own for layer in layered.layers for own in layer.parameters()}
+    left = next((name for name, own in layered.model.named_parameters() if own not in held), None)
+    if left is not None:
+        raise InvalidInput(
+            f"{type(layered.model).__name__}: {left} is in none of its layers, because models of this class have no "
+            "such weight; plan the model as it is, with galvatron.plan(galvatron.describe(model, batch), …)"
         )
 
 

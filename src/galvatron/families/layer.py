@@ -181,6 +181,8 @@ class LayeredModel(ABC):
 
     shared_modules: tuple[str, ...] = ()
     """Names of modules of the stock model that :meth:`context` calls."""
+    stand_ins: tuple[str, ...] = ()
+    """Names of those that layers call in the place of others, with the same weights."""
 
     def why_undivided(self, index: int) -> str | None:
         """Why context parallelism cannot divide the sequences of a layer; None: it can. Then its layers take positions

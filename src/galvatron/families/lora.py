@@ -103,13 +103,20 @@ def has_adapters(model: nn.Module) -> bool:
 def without_peft(model: Any) -> Any:
     """The stock model inside a ``PeftModel``, with the adapters that it has; any other model itself. Raises
     :class:`InvalidInput` for adapters that we cannot run."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+    base = model
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        base = model.get_base_model()
+        kinds = {str(getattr(own.peft_type, "value", own.peft_type)) for own in model.peft_config.values()} - {"LORA"}
+        if kinds:
+            raise InvalidInput(f"peft: the model is trained by {min(kinds)}; only LoRA can be run")
     base = _with_saved_modules(base)
     for name, module in base.named_modules():
         kind = type(module)
         if not kind.__module__.startswith("peft.") or name.endswith(tuple(_INSIDE)):
             continue
         reason = _unusable(module) if hasattr(module, "lora_A") else f"is peft's {kind.__name__}"
+        if "forward" in vars(module):
+            reason = "has a forward of its own"
         if reason is not None:
             raise InvalidInput(
                 f"peft: {name} {reason}; expected LoRA on linear projections with one adapter named {ADAPTER!r}, "

@@ -8,7 +8,7 @@ from torch import nn
 
 from galvatron.families.discovery import families
 from galvatron.families.generic.adapter import Generic, LossFunction
-from galvatron.families.given import refuse_replaced, refuse_shared
+from galvatron.families.given import refuse_left_out, refuse_replaced, refuse_shared
 from galvatron.families.layer import Batch, LayeredModel
 
 __all__ = ["in_family", "layered_model"]
@@ -29,6 +29,7 @@ def layered_model(
     refuse_replaced(model)
     layered = adapter(model)
     refuse_shared(layered)
+    refuse_left_out(layered)
     return layered
 
 

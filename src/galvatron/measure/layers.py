@@ -119,11 +119,11 @@ def profile_model(
         rounds=effort.rounds,
         tensor_bytes=max(cluster.device.memory_bytes - cluster.reserved_bytes, 1),
         limit_s=effort.limit_s,
-        plan=_plan_to_rehearse(model, cluster),
     )
     key = cache.key_of(
         model=model.digest, config=model.config, degrees=degrees, samples=[probe.size for probe in job.probes],
-        devices=job.devices, rounds=effort.rounds, rehearsed=None if job.plan is None else cluster.device.memory_bytes,
+        devices=job.devices, rounds=effort.rounds,
+        rehearsed=cluster.device.memory_bytes if cluster.fragmentation else None,
     )  # fmt: skip
     whole, partial = cache.cached_file("model", key), cache.cached_file("model", f"{key}-{effort.limit_s}")
     for kept in (whole, partial):
@@ -131,7 +131,13 @@ def profile_model(
         if kept.exists() and not fresh and not under_torchrun():
             known = load_profile(kept)
             cache.warn_if_noisy(known.source)
+            if kept == partial:
+                _LOG.warning(
+                    "layers were measured in part, with a limit of %s; 'galvatron profile model' has --time-limit",
+                    format_seconds(effort.limit_s or 0),
+                )
             return known
+    job = replace(job, plan=_plan_to_rehearse(model, cluster))
     findings = measured(job, progress)
     assert isinstance(findings, LayerFindings)
     if findings.left_out:

@@ -118,7 +118,8 @@ class Reader:
                 f"batch: labels have shape {list(labels.shape)}, input_ids {list(tokens.shape)}; expected a label for "
                 f"each token, {IGNORED} where none counts"
             )
-        if self._steady is not None and "position_ids" in batch:
+        divided = any(len(each.rows.numbers(0)) < expected for each in self._portions.distinct)
+        if self._steady is not None and divided and "position_ids" in batch:
             self._check_positions(batch["position_ids"], self._steady)
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in batch.items()}
         if self.check_shapes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from galvatron.families.discovery import family_of
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.huggingface import model_of_config
 from galvatron.families.layer import LayeredModel
-from galvatron.families.lora import is_adapter
+from galvatron.families.lora import is_adapter, lora_of
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.experts.checks import check_experts
 
@@ -74,6 +75,11 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
             _check_sequence(layered, field, strategy)
             _check_degree(ours[stock_kind(layer.layer)], field, strategy)
             facts = planned_kinds.get(layer.layer) or planned_kinds[stock_kind(layer.layer)]  # a trial's are untuned
+            if strategy.degree(Kind.TP) > 1 and facts.tensor_parallel and not layered.layers[layer.index].rules:
+                raise InvalidInput(
+                    f"{field}: {layer.strategy!r} splits a layer that TP cannot split in the model that was given; "
+                    "plan for that model (galvatron.describe), or without TP (--space dp+pp)"
+                )
             _check_context(layered, layer.index, field, strategy, facts)
             check_experts(layered, layer.index, field, strategy)
             if strategy.fused_loss and layered.layers[layer.index].projection is None:
@@ -95,6 +101,12 @@ def check_unaltered(plan: Plan, layered: LayeredModel, altered: Mapping[str, str
 
 def _check_adapters(plan: Plan, layered: LayeredModel) -> None:
     """The model must have the adapters that the plan counts on."""
+    planned_lora, own_lora = plan.model.training.lora, lora_of(layered.model)
+    if planned_lora and own_lora and not math.isclose(planned_lora.alpha, own_lora.alpha):
+        raise PlanMismatch(
+            f"model: its adapters have alpha {own_lora.alpha:g}, those in the plan {planned_lora.alpha:g}; plan again "
+            "for this model (galvatron.plan(peft_model), or --lora)"
+        )
     kinds = {kind.name: kind.tuning for kind in plan.model.kinds}
     for layer, own in zip((layer for stage in plan.stages for layer in stage.layers), layered.layers, strict=True):
         tuning = kinds.get(layer.layer)

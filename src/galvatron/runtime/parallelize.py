@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeGuard, Unpack
 
@@ -16,7 +18,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Precision
 from galvatron.families.adapter_weights import AdaptedWeights
 from galvatron.families.altered import altered_modules
-from galvatron.families.build import build_meta, without_weights
+from galvatron.families.build import build_meta, read_config, without_weights
 from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
@@ -47,6 +49,10 @@ from galvatron.runtime.verify import verify
 __all__ = ["ParallelizeOptions", "parallelize"]
 
 _LOG = logging.getLogger(__name__)
+_NOT_THE_MODEL = frozenset(
+    {"architectures", "dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict"}
+    | {"torch_dtype", "transformers_version", "use_cache"}
+)
 
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
@@ -139,6 +145,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     check_model(plan, layered)
     if isinstance(model, nn.Module):
         check_unaltered(plan, layered, altered_modules(model))
+        plan = _configured(plan, model)
     smooth_labels(layered, options.get("label_smoothing", 0.0))
     source = _weights(plain or layered, model, options.get("weights"), seed)
     if plain is not None:
@@ -221,6 +228,33 @@ def _stock(model: Model, plan: Plan) -> nn.Module:
             "built; give parallelize the model or its configuration"
         )
     return build_meta(config, plan.model.training, as_named=plan.model.family == "generic")
+
+
+def _configured(plan: Plan, model: nn.Module) -> Plan:
+    """The plan with the configuration of the model in memory, with which that is exported; sizes do not differ."""
+    own = getattr(model, "config", None)
+    if not isinstance(own, PreTrainedConfig) or plan.model.config is None:
+        return plan
+    ours, planned = (_of_the_model(each.to_dict()) for each in (own, read_config(plan.model.config)))
+    other = sorted(key for key, value in ours.items() if value != planned.get(key))
+    if not other:
+        return plan
+    if dist.get_rank() == 0:
+        _LOG.warning(
+            "model: its configuration is not the plan's in %s; it trains and is exported as it is", ", ".join(other)
+        )
+    content = json.loads(own.to_json_string(use_diff=True))
+    content["architectures"] = [type(model).__name__]
+    return replace(plan, model=replace(plan.model, config=content))
+
+
+def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what says nothing of the model itself."""
+    return {
+        key: _of_the_model(value) if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if key not in _NOT_THE_MODEL and not str(key).startswith("_")
+    }
 
 
 def _weights(layered: LayeredModel, model: Model, source: str | Path | Weights | None, seed: int) -> Weights:

@@ -147,6 +147,7 @@ class T5(LayeredModel):
     """Batches have ``input_ids`` and ``labels``; decoder ids are the labels shifted right unless they are given."""
 
     required = frozenset({"input_ids", "labels"})
+    stand_ins = ("shared",)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -32,9 +32,13 @@ def least_bytes(work: Callable[[], object], device: torch.device) -> int:
         limit = math.ceil(tensors * (1 + margin))
         if limit >= enough:
             continue
-        with capped(device, limit):
-            if not _runs(work, device):
-                break
+        try:
+            with capped(device, limit):
+                runs = _runs(work, device)
+        except torch.OutOfMemoryError:  # others use the GPU, too
+            break
+        if not runs:
+            break
         enough = limit
     return enough
 

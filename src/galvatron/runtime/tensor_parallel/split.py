@@ -172,7 +172,8 @@ class _Splitter:
     def _refuse_own(self, path: str) -> None:
         """Hooks and forwards of the user's: another module takes the place of this one."""
         module = self.layer.get_submodule(path)
-        own = "a hook" if has_hooks(module) else own_forward(without_adapter(module))
+        plain = without_adapter(module)
+        own = "a hook" if has_hooks(module) or has_hooks(plain) else own_forward(plain)
         if own is not None:
             raise InvalidInput(
                 f"layer {self.layer.kind!r}: {path} has {own}, which would not run where tensor parallelism splits "
