@@ -49,8 +49,8 @@ from galvatron.planner.space import EXTENDED, Space
 from galvatron.runtime import narrow
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.split_trial import split_difference
+from galvatron.runtime.trial import own_loss
 from galvatron.runtime.unpriced import facts_of, unpriced
-from galvatron.runtime.verify import own_loss
 from intake_models import architectures as all_architectures
 from intake_models import training_of
 from intake_table import EQUAL

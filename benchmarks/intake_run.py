@@ -35,9 +35,8 @@ from galvatron.families.layer import Batch, LayeredModel
 from galvatron.families.registry import layered_model
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime.split_trial import split_difference
-from galvatron.runtime.trial import small_images, trial_batches
+from galvatron.runtime.trial import own_loss, small_images, trial_batches
 from galvatron.runtime.unpriced import facts_of, unpriced
-from galvatron.runtime.verify import own_loss
 from intake_models import LENGTH, Architecture
 from intake_table import COLUMNS, EQUAL, FAILED, REFUSED, WRONG
 

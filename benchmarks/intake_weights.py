@@ -18,9 +18,8 @@ from galvatron.families.layer import Batch
 from galvatron.families.registry import layered_model
 from galvatron.families.weights import persistent_buffers
 from galvatron.planner.plan.plan import Plan
-from galvatron.runtime.trial import trial_batches
+from galvatron.runtime.trial import own_loss, trial_batches
 from galvatron.runtime.unpriced import facts_of, unpriced
-from galvatron.runtime.verify import own_loss
 from galvatron.train.checkpoints.export import export_model
 from intake_models import LENGTH, Architecture
 from intake_run import Outcome, _apart, _on_ranks, _tried

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from longer import longer
 from oracle import Case
 from parity import plan_for
 from ranks import ranks
 from small_models import config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import galvatron
 from galvatron.core.errors import Unequal
 from galvatron.runtime.pending_loss import PendingLoss
 from galvatron.runtime.same_batches import Marks, mark_of
+from galvatron.runtime.same_start import start_alike
 
 _MIXED = [["dp4", "dp2-tp2", "dp2-sdp2", "dp4+zero2"]]
 _NORM, _SPLIT, _SHARDED = "transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.ln_1.weight"
@@ -256,3 +258,19 @@ def test_a_loss_as_a_tensor_is_no_number_where_labels_differ() -> None:
     assert PendingLoss(torch.stack([torch.tensor(1.5).double(), total, squares]), None, marks).tensor().isnan()
     equal = _marks([torch.tensor([1])] * 2)
     assert PendingLoss(torch.stack([torch.tensor(1.5).double(), *equal[1:]]), None, marks).tensor() == 1.5
+
+
+def _drawn() -> Tensor:
+    """On a rank: a buffer that each has drawn by itself."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(2, 2)
+    model.register_buffer("own", torch.randn(3, dtype=torch.complex64), persistent=False)
+    start_alike(model, torch.device("cpu"), seeded=True)
+    own: Tensor = model.own
+    return own
+
+
+def test_buffers_that_are_not_saved_are_made_alike() -> None:
+    """Complex ones too, of rotary positions."""
+    first, second = ranks(2).run(_drawn)
+    assert torch.equal(first, second)

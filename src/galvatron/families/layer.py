@@ -202,6 +202,10 @@ class LayeredModel(ABC):
         )
         return next(places, len(self.layers))
 
+    def calling_modules(self) -> Iterator[nn.Module]:
+        """All that :meth:`context` may call."""
+        return self.model.modules()
+
     def shared_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the stock model, buffer) of those that :meth:`context` uses, where these are copies."""
         return iter(())

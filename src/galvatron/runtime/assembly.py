@@ -20,6 +20,7 @@ from galvatron.families.lora import scale_at_rank
 from galvatron.families.rules import Table
 from galvatron.families.weights import Weights
 from galvatron.runtime import collectives
+from galvatron.runtime.buffer_types import to_type
 from galvatron.runtime.compiled import compiler
 from galvatron.runtime.context.attention import attend_in_context
 from galvatron.runtime.data_parallel.making import FilledLayer, LayerUnits, UnitMaker, set_everywhere
@@ -112,6 +113,8 @@ class _Assembler:
 
     def assemble(self, weights: Weights) -> Assembly:
         stage_layers, changes, rows = [], [], self.portions.rows
+        if self.settings.buffers_follow:
+            to_type(self.layered.calling_modules(), self.settings.dtype)
         before: Strategy | None = None
         for index, strategy in zip(self.plan.layers, self.plan.strategies, strict=True):
             changes.append(
@@ -307,6 +310,8 @@ class _Assembler:
             held = self.settings.held_dtype(trained=parameter.requires_grad)
             value = value.to(self.settings.device, held, copy=True)
             set_everywhere(part.layer, parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        if self.settings.buffers_follow:
+            to_type(part.layer.drawing_modules(), self.settings.dtype)
         part.layer.to(self.settings.device)
 
     def _make_units(self, part: _Part) -> None:

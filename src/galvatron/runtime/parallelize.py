@@ -35,6 +35,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.processes.failures import report_failures
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
+from galvatron.runtime.buffer_types import buffers_follow
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_unaltered, check_world, uses
 from galvatron.runtime.compiled import compiles
@@ -156,6 +157,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
             "adapters: given, but the plan was made without any, or the model has its own; plan for them"
         )
     settings = _settings(plan, options.get("device"), options.get("dtype"), seed)
+    settings = replace(settings, buffers_follow=buffers_follow(layered, settings.dtype))
     if uses(plan, "float8"):
         check_float8(settings.device)
     if settings.compile and sums_rows(layered) and dist.get_rank() == 0:

@@ -68,7 +68,7 @@ def start_alike(model: nn.Module | None, device: torch.device, *, seeded: bool) 
             shown,
         )
     for name in different:
-        own = tensors[name]
+        own = _real(tensors[name])
         sent = own.detach().to(device).contiguous()
         dist.broadcast(sent, src=0)
         own.copy_(sent)
@@ -79,11 +79,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
+def _real(own: Tensor) -> Tensor:
+    """Complex numbers (of rotary positions, say) as pairs of real ones, sharing their memory."""
+    return torch.view_as_real(own) if own.is_complex() else own
+
+
 def _figures(own: Tensor) -> tuple[int, float]:
     """Equal for equal bits, and hardly for others; the first element because in a hash by XOR equal ones vanish."""
     if not own.numel():
         return 0, 0.0
-    flat = own.detach().flatten().cpu()
+    flat = _real(own.detach()).flatten().cpu()
     return int(torch.hash_tensor(flat).view(torch.int64)), float(flat[0])
 
 

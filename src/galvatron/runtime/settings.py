@@ -20,6 +20,8 @@ class ComputeSettings:
     """Of masters, gradients' sums and optimizer states."""
     seed: int
     """Of random numbers."""
+    buffers_follow: bool = False
+    """Whether buffers have the type of activations; else they are as the model has them."""
     compile: bool = False
     """Whether the blocks' computation is compiled."""
     tf32: bool | None = None

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, Precision, Strategy, Training, degree_of, factor_by_factor
 from galvatron.core.spec.tuning import Lora
 from galvatron.families.build import build_meta, without_weights
-from galvatron.families.generic.adapter import LossFunction, shortened
+from galvatron.families.generic.adapter import LossFunction, logits_of, shortened
 from galvatron.families.generic.image_examples import image_and_text, takes_images
 from galvatron.families.generic.images import PIXELS, image_token
 from galvatron.families.layer import IGNORED, Batch, LayeredModel
@@ -31,6 +32,7 @@ from galvatron.runtime.layout.tokens import chunks_of
 __all__ = [
     "NotChecked",
     "Trial",
+    "own_loss",
     "random_model",
     "small_images",
     "strategies_of",
@@ -190,6 +192,21 @@ def _rows(plan: Plan) -> int:
         )
 
     return next(rows for rows in range(1, plan.micro_batch + 1) if plan.micro_batch % rows == 0 and alike(rows))
+
+
+def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
+    """The mean over the targets: the model's own where it computes one."""
+    taken = inspect.signature(model.forward).parameters
+    inputs = {name: own for name, own in batch.items() if name in taken and name != "labels"}
+    if loss is not None:
+        return loss(model(**inputs), batch)
+    if "labels" in taken:
+        output = model(**inputs, labels=batch["labels"])
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(found, Tensor):
+            return found
+    logits = logits_of(model(**inputs))
+    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 # Batches

@@ -12,14 +12,13 @@ import gc
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from galvatron.core.errors import InvalidInput, Unequal
 from galvatron.core.spec import Kind
@@ -27,7 +26,7 @@ from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction, logits_of
 from galvatron.families.generic.balance import asks_for_scores, collect_scores
 from galvatron.families.generic.tensor_rules import TensorRules
-from galvatron.families.layer import IGNORED, Batch
+from galvatron.families.layer import Batch
 from galvatron.families.registry import layered_model
 from galvatron.families.weights import ModelWeights
 from galvatron.planner.plan.plan import Plan
@@ -35,9 +34,9 @@ from galvatron.runtime import collectives
 from galvatron.runtime.build import build
 from galvatron.runtime.randomness import restored
 from galvatron.runtime.settings import ComputeSettings
-from galvatron.runtime.trial import NotChecked, Trial, strategies_of, trial_of
+from galvatron.runtime.trial import NotChecked, Trial, own_loss, strategies_of, trial_of
 
-__all__ = ["FP32", "FP64", "Answer", "Tolerance", "difference", "judged", "one_process", "own_loss", "verify"]
+__all__ = ["FP32", "FP64", "Answer", "Tolerance", "difference", "judged", "one_process", "verify"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -160,21 +159,6 @@ def one_process(
     gradients = {name: tensor.grad for name, tensor in named}
     found = {name: grad.detach().cpu() for name, grad in gradients.items() if grad is not None}
     return Answer(mean, found)
-
-
-def own_loss(model: nn.Module, batch: Batch, loss: LossFunction | None) -> Tensor:
-    """The mean over the targets: the model's own where it computes one."""
-    taken = inspect.signature(model.forward).parameters
-    inputs = {name: own for name, own in batch.items() if name in taken and name != "labels"}
-    if loss is not None:
-        return loss(model(**inputs), batch)
-    if "labels" in taken:
-        output = model(**inputs, labels=batch["labels"])
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(found, Tensor):
-            return found
-    logits = logits_of(model(**inputs))
-    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:

@@ -170,6 +170,10 @@ class Generic(LayeredModel):
         except Exception as error:  # of whatever kind: stock code meets what stands for a mask
             return _untried(self.model, error)
 
+    def calling_modules(self) -> Iterator[nn.Module]:
+        yield from super().calling_modules()
+        yield from self._stubbed.model.modules()
+
     def separates_documents(self) -> bool:
         return self._separates
 

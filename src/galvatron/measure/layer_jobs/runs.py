@@ -29,6 +29,7 @@ from galvatron.measure.timing import Probe, seconds_of_calls
 from galvatron.processes.peers import Peers
 from galvatron.runtime.assembly import Assembly, RankStage, assemble, sums_rows
 from galvatron.runtime.batches import MicroBatch, Reader
+from galvatron.runtime.buffer_types import buffers_follow
 from galvatron.runtime.compiled import compiles
 from galvatron.runtime.layout.groups import GroupPool, Position, StagePlan, needed_groups
 from galvatron.runtime.layout.portions import Portion, Portions
@@ -61,6 +62,7 @@ class Bench:
             dtype=narrow,
             master_dtype=torch.float32,
             seed=0,
+            buffers_follow=buffers_follow(self._layered, narrow),
             compile=compiles(model.training.compile, peers.device),
             tf32=tf32_of(model.training.precision),
         )
