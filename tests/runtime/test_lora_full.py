@@ -111,7 +111,9 @@ def _plan(case: _Saved, model: Any) -> galvatron.Plan:
         longer(
             _Saved(config=_LLAMA, stages=[["tp2", "tp2+sp", "tp2+sp", "tp2"]], modules=("post_attention_layernorm",))
         ),
-        _Saved(config=_CLASSIFIER, stages=[["sdp2", "tp2", "dp2", "sdp2"]], task="SEQ_CLS", dtype=torch.float32),
+        longer(
+            _Saved(config=_CLASSIFIER, stages=[["sdp2", "tp2", "dp2", "sdp2"]], task="SEQ_CLS", dtype=torch.float32)
+        ),
     ],
     ids=lambda case: f"{case.config['model_type']} {case.stages[0][0]} {','.join(case.modules)}",
 )

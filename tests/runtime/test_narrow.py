@@ -115,6 +115,7 @@ def test_a_part_of_a_sum_that_is_used_elsewhere_stays() -> None:
     assert _merged(added, inputs) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own
 @pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
 def test_the_compilers_own_graphs_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:

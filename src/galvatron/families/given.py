@@ -179,7 +179,8 @@ def refuse_replaced(model: nn.Module) -> None:
 def refuse_left_out(layered: LayeredModel) -> None:
     """Raise :class:`InvalidInput` if a model of a known family has a parameter that is in none of its layers."""
     held = {own for layer in layered.layers for own in layer.parameters()}
-    left = next((name for name, own in layered.model.named_parameters() if own not in held), None)
+    named = ((name, own) for name, own in layered.model.named_parameters() if name not in layered.unused)
+    left = next((name for name, own in named if own not in held), None)
     if left is not None:
         raise InvalidInput(
             f"{type(layered.model).__name__}: {left} is in none of its layers, because models of this class have no "

@@ -181,6 +181,8 @@ class LayeredModel(ABC):
 
     shared_modules: tuple[str, ...] = ()
     """Names of modules of the stock model that :meth:`context` calls."""
+    unused: tuple[str, ...] = ()
+    """Names of parameters of the stock model that nothing uses, and that are in no layer."""
     stand_ins: tuple[str, ...] = ()
     """Names of those that layers call in the place of others, with the same weights."""
 

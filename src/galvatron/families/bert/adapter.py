@@ -101,6 +101,7 @@ class Bert(LayeredModel):
     """Untied, the stock model has a second bias over the vocabulary that nothing uses: it is in no layer."""
 
     required = frozenset({"input_ids", "labels"})
+    unused = ("cls.predictions.bias",)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
