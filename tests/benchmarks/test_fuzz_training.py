@@ -20,12 +20,14 @@ _DIVIDED = (1, 4, 7, 22, 27, 33)
 """… whose sequences are divided: of some models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
-_ARCHITECTURES = (1001, 1003, 1006)
+_ARCHITECTURES = (1001, 1003)
 """Cheap ones of any architecture."""
 
 
-_ADAPTERS = (3, 14, 17, 20)
+_ADAPTERS = (3, 17, 20)
 """Cheap ones with adapters of peft, the last two with modules that train in full."""
+_CHANGES = (8, 18, 27)
+"""Cheap ones of models that were changed in memory, and run so."""
 
 
 def _run(world: int, *args: Any) -> list[Any]:
@@ -57,6 +59,18 @@ def test_architectures() -> None:
 
 def test_adapters() -> None:
     _equal(_ADAPTERS, most=2, adapters=True)
+
+
+def test_changes() -> None:
+    _equal(_CHANGES, most=2, changes=True)
+
+
+@pytest.mark.slow
+def test_more_changes() -> None:
+    """What is not equal must be refused by name."""
+    found = fuzz(range(60), _run, 2, changes=True)
+    wrong = [f"seed {own.seed}: {own.kind}: {own.said}" for own in found if own.kind not in ("equal", "refused")]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
