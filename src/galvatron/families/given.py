@@ -26,7 +26,6 @@ __all__ = [
     "own_forward",
     "refuse_left_out",
     "refuse_own_loss",
-    "refuse_replaced",
     "refuse_shared",
     "replaced_forward",
 ]
@@ -165,15 +164,6 @@ def replaced_forward(module: nn.Module) -> bool:
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     where = getattr(vars(owner)["forward"], "__module__", owner.__module__)
     return owner.__module__.startswith(LIBRARIES) and not where.startswith(LIBRARIES)
-
-
-def refuse_replaced(model: nn.Module) -> None:
-    """Raise :class:`InvalidInput` if a model of a known family has a forward of its own."""
-    if "forward" in vars(model):
-        raise InvalidInput(
-            f"{type(model).__name__}: its forward was replaced, which layers do not call; make a class of your own, "
-            "describe it (galvatron.describe) and plan for that"
-        )
 
 
 def refuse_left_out(layered: LayeredModel) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from galvatron.families.discovery import families
 from galvatron.families.generic.adapter import Generic, LossFunction
-from galvatron.families.given import refuse_left_out, refuse_replaced, refuse_shared
+from galvatron.families.given import refuse_left_out, refuse_shared
 from galvatron.families.layer import Batch, LayeredModel
 
 __all__ = ["in_family", "layered_model"]
@@ -26,7 +26,6 @@ def layered_model(
     adapter = None if generic else _adapter(type(model))
     if adapter is None or loss is not None:
         return Generic(model, batch, loss)
-    refuse_replaced(model)
     layered = adapter(model)
     refuse_shared(layered)
     refuse_left_out(layered)
