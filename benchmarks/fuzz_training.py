@@ -40,6 +40,7 @@ from fuzz_adapters import adapted, adapted_plan, draw_adapters, plain_name, stoc
 from fuzz_batches import mask_any, pad
 from fuzz_changes import changed, draw_change
 from fuzz_models import DECODERS, MODELS
+from fuzz_records import Record, difference
 from galvatron.core.errors import GalvatronError
 from galvatron.core.spec import Attention, Context, Kind, LayerSpec, Strategy, Training
 from galvatron.families.build import without_weights
@@ -64,9 +65,6 @@ padding attends otherwise in a batch of its own than in one with padding."""
 _SPACE = Space(name="full", title="", switches=EXTENDED)
 _DIVIDED = Space(name="full", title="", switches=replace(EXTENDED, context_parallel=True))
 _WORLDS = (1, 2, 4, 4, 4, 8)
-_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
-"""Stock models compute norms in fp32 inside, which other orders of sums move by rounding."""
-_STEPS_CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "eps": 1e-3}, "Adam": {"lr": 1e-2, "eps": 1e-3}, "NAdam": {"lr": 1e-2, "eps": 1e-3},
     "RAdam": {"lr": 1e-2, "eps": 1e-3}, "Adamax": {"lr": 1e-2, "eps": 1e-3}, "Adagrad": {"lr": 1e-2, "eps": 1e-3},
@@ -334,14 +332,6 @@ def _batches(case: Drawn) -> list[dict[str, Tensor]]:
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Record:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
 def _stock_loss(model: nn.Module, batch: dict[str, Tensor], *, rounded: bool = False) -> Tensor:
     """The stock model's own loss; of causal models in full precision, unless ``rounded`` to fp32 as they do it."""
     if rounded:
@@ -355,7 +345,7 @@ def _stock_loss(model: nn.Module, batch: dict[str, Tensor], *, rounded: bool = F
     return exact
 
 
-def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
+def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> Record:
     """The stock model by plain PyTorch."""
     model = stock_of(_model(case).double())
     optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), **_OPTIMIZERS[case.optimizer])
@@ -375,7 +365,7 @@ def _alone(case: Drawn, given: Sequence[dict[str, Tensor]]) -> _Record:
         optimizer.step()
         optimizer.zero_grad()
     parameters = {plain_name(name): own.detach() for name, own in model.named_parameters(remove_duplicate=False)}
-    return _Record(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
+    return Record(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
 
 
 def _plan(case: Drawn) -> galvatron.Plan:
@@ -385,7 +375,7 @@ def _plan(case: Drawn) -> galvatron.Plan:
     return replace(plan, batch=case.batch, micro_batches=case.micro_batches, schedule=case.schedule)
 
 
-def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tensor]]) -> _Record | str:
+def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tensor]]) -> Record | str:
     """On a rank: the same under the plan; what is refused comes back as a text."""
     try:
         if case.compiled:
@@ -413,35 +403,13 @@ def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tenso
             return f"different: not compiled, because of {compiler().failures}"
     except GalvatronError as error:
         return f"refused: {error}"
-    return _Record(losses=losses, norms=norms, gradients=gradients, parameters=dict(model.whole_parameters()))
+    return Record(losses=losses, norms=norms, gradients=gradients, parameters=dict(model.whole_parameters()))
 
 
 def _merge_small_products() -> None:
     inductor.cpp.simdlen = 1  # or it compiles programs to find out about the processor
     narrow._NARROW, narrow._ALIGNED_BYTES = 8, 8
     compiler().failures.clear()
-
-
-def _difference(ours: _Record, theirs: _Record, noise: float) -> str | None:
-    """``noise``: times the usual rounding."""
-    close: dict[str, Any] = {
-        "rtol": 1e-5,
-        "atol": 1e-6,
-        "equal_nan": True,
-    }  # rows of padding alone, where stock has NaN
-    for what, mine, other in (("losses", ours.losses, theirs.losses), ("norms", ours.norms, theirs.norms)):
-        if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), **close):
-            return f"{what} {mine}, expected {other}"
-    for what, found, whole, tolerance in (
-        ("gradient", ours.gradients, theirs.gradients, _CLOSE),
-        ("value", ours.parameters, theirs.parameters, _STEPS_CLOSE),
-    ):
-        for name, own in found.items():
-            scale = whole[name].abs().max().clamp(min=1.0)
-            wide = {**tolerance, "atol": noise * tolerance["atol"], "equal_nan": True}
-            if not torch.allclose(own / scale, whole[name] / scale, **wide):
-                return f"{what} of {name} off by {(own - whole[name]).abs().max():.1e} of {scale:.1e}"
-    return None
 
 
 # The run
@@ -473,7 +441,7 @@ def fuzz(
             said = next((own for own in found if isinstance(own, str)), None)
             if said is None:
                 expected = _alone(case, given)
-                differences = (_difference(own, expected, 10 if architectures or compiled else 1) for own in found)
+                differences = (difference(own, expected, 10 if architectures or compiled else 1) for own in found)
                 said = next((f"different: {own}" for own in differences if own is not None), "equal: ")
             kind, _, said = said.partition(": ")
         except GalvatronError as error:
