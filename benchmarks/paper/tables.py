@@ -141,7 +141,7 @@ def _extended(leads: Sequence[float]) -> str:
         return ""
     ahead = sum(lead >= 1 for lead in leads)
     return (
-        f"With 1F1B, recompute, ZeRO-2 and sequence parallelism, which users get, it is ahead in {ahead} of {len(leads)} "
+        f"With 1F1B, recompute, ZeRO-2 and sequence parallelism it is ahead in {ahead} of {len(leads)} "
         f"({min(leads):.2f} to {max(leads):.2f} times). "
     )
 
