@@ -72,5 +72,5 @@ def test_epochs_become_steps_when_batch_and_samples_are_known() -> None:
     assert Settings(epochs=1.0).with_steps(3, 8).steps == 1
     assert Settings(epochs=1.0).with_steps(3, 8).epochs is None, "a run that goes on has its steps"
     assert Settings(steps=9).with_steps(100, 8).steps == 9
-    with pytest.raises(InvalidInput, match="epochs: 0 given; expected more than 0"):
+    with pytest.raises(InvalidInput, match="epochs: 0 given; expected a number above 0"):
         Settings(epochs=0)

@@ -36,6 +36,7 @@ _PANELS = {
         "save_every",
         "keep",
         "evaluate_every",
+        "evaluate_batches",
         "tensorboard",
         "wandb",
         "trace",
@@ -115,6 +116,9 @@ def command(
         int | None, typer.Option(help="Threads that prepare batches (default: 1 on GPUs, 0 on CPUs).")
     ] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on held-out samples.")] = None,
+    evaluate_batches: Annotated[
+        int | None, typer.Option(help="Batches in an evaluation (default: all of --eval-data, or 4 held-out ones).")
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default: at the end).")] = None,
     keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep (default 3).")] = None,
     compare_every: Annotated[
@@ -165,6 +169,7 @@ def command(
         "seed": seed,
         "workers": workers,
         "evaluate_every": evaluate_every,
+        "evaluate_batches": evaluate_batches,
         "save_every": save_every,
         "keep": keep,
         "compare_every": compare_every,

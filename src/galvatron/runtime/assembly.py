@@ -28,6 +28,7 @@ from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
+from galvatron.runtime.drawing import draws
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
 from galvatron.runtime.float8 import to_float8
 from galvatron.runtime.fused_loss import fuse
@@ -44,7 +45,7 @@ from galvatron.runtime.layout.portions import Portions
 from galvatron.runtime.layout.slice_gather import LayoutChange
 from galvatron.runtime.offload import HostMemory
 from galvatron.runtime.pipeline.stage import Saving, Stage, StageLayer
-from galvatron.runtime.randomness import LayerRandomness, draws
+from galvatron.runtime.randomness import LayerRandomness
 from galvatron.runtime.selective import Selective, grade_of
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tensor_parallel.split import TensorGroup, split
@@ -155,7 +156,7 @@ class _Assembler:
         self._fill(part)
         self._make_units(part)
         # What breaks a graph would be kept whole between its parts.
-        broken = layer.experts is not None or (randomness is not None and tensor is not None)
+        broken = layer.experts is not None or (randomness.needed is True and tensor is not None)
         compiles = self.settings.compile and not sums_rows(self.layered)
         if compiles and not (broken and grade_of(strategy)) and compiler().compile(layer, grade_of(strategy)):
             stage_layer.saving.selective = None
@@ -180,15 +181,15 @@ class _Assembler:
 
     # Who computes what
 
-    def _tensor_group(self, strategy: Strategy, randomness: LayerRandomness | None) -> TensorGroup | None:
+    def _tensor_group(self, strategy: Strategy, randomness: LayerRandomness) -> TensorGroup | None:
         group = self.pool.group(layer_groups(self.position, strategy).tensor)
         if group is None:
             return None
         return TensorGroup(
             group=group,
             sequence=strategy.sequence_parallel,
-            on_enter=randomness.inside if randomness is not None else None,
-            on_leave=randomness.outside if randomness is not None else None,
+            on_enter=randomness.inside if randomness.needed else None,
+            on_leave=randomness.outside if randomness.needed else None,
         )
 
     def _split(
@@ -217,16 +218,16 @@ class _Assembler:
             slices=None if strategy.sequence_parallel else self.pool.group(groups.token_slices),
         )
 
-    def _randomness(self, index: int, layer: Layer, strategy: Strategy) -> LayerRandomness | None:
-        if not draws(layer.drawing_modules()):
-            return None
+    def _randomness(self, index: int, layer: Layer, strategy: Strategy) -> LayerRandomness:
         return LayerRandomness(
             device=self.settings.device,
             seed=self.settings.seed,
             layer=index,
             rows=coordinate(self.position.index, strategy.gradient_factors),
             tensor=coordinate(self.position.index, strategy.factors(Kind.TP)),
+            split=strategy.degree(Kind.TP) > 1,
             sequence=strategy.sequence_parallel,
+            needed=draws(layer.drawing_modules()) or None,
         )
 
     # Tied weights

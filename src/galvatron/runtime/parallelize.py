@@ -19,6 +19,7 @@ from galvatron.core.spec import Precision
 from galvatron.families.adapter_weights import AdaptedWeights
 from galvatron.families.altered import altered_modules
 from galvatron.families.build import build_meta, read_config, without_weights
+from galvatron.families.configurations import different_fields
 from galvatron.families.documents import attend_by_document
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.generic.image_examples import example_of
@@ -39,10 +40,10 @@ from galvatron.runtime.buffer_types import buffers_follow
 from galvatron.runtime.build import build
 from galvatron.runtime.checks import check_model, check_schedule, check_unaltered, check_world, uses
 from galvatron.runtime.compiled import compiles
+from galvatron.runtime.drawing import draws
 from galvatron.runtime.float8 import check_float8
 from galvatron.runtime.model import ParallelModel
 from galvatron.runtime.products import check_tf32, tf32_of
-from galvatron.runtime.randomness import draws
 from galvatron.runtime.same_start import start_alike
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.verify import verify
@@ -50,11 +51,6 @@ from galvatron.runtime.verify import verify
 __all__ = ["ParallelizeOptions", "parallelize"]
 
 _LOG = logging.getLogger(__name__)
-_NOT_THE_MODEL = frozenset(
-    {"architectures", "dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict"}
-    | {"torch_dtype", "transformers_version", "use_cache"}
-)
-
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
     "fp64": torch.float64, "float64": torch.float64,
@@ -237,8 +233,7 @@ def _configured(plan: Plan, model: nn.Module) -> Plan:
     own = getattr(model, "config", None)
     if not isinstance(own, PreTrainedConfig) or plan.model.config is None:
         return plan
-    ours, planned = (_of_the_model(each.to_dict()) for each in (own, read_config(plan.model.config)))
-    other = sorted(key for key, value in ours.items() if value != planned.get(key))
+    other = different_fields(own, read_config(plan.model.config))
     if not other:
         return plan
     if dist.get_rank() == 0:
@@ -248,15 +243,6 @@ def _configured(plan: Plan, model: nn.Module) -> Plan:
     content = json.loads(own.to_json_string(use_diff=True))
     content["architectures"] = [type(model).__name__]
     return replace(plan, model=replace(plan.model, config=content))
-
-
-def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what says nothing of the model itself."""
-    return {
-        key: _of_the_model(value) if isinstance(value, Mapping) else value
-        for key, value in content.items()
-        if key not in _NOT_THE_MODEL and not str(key).startswith("_")
-    }
 
 
 def _weights(layered: LayeredModel, model: Model, source: str | Path | Weights | None, seed: int) -> Weights:

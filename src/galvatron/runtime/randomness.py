@@ -1,32 +1,23 @@
-"""Dropout that is the same where activations are replicated and different where they are divided.
+"""Random numbers that are the same where activations are replicated and different where they are divided.
 
-Random numbers are a function of (seed, iteration, micro-batch, layer, part of the layer, who computes it), drawn from
-the device's default generator, which is seeded anew whenever one of these changes. So a recomputed layer draws the
-same numbers again, tensor-parallel ranks agree outside the split parts, and no state needs to be kept or saved.
+Dropout's, noise's and random routers' are a function of (seed, iteration, micro-batch, layer, part of the layer, who
+computes it), drawn from the device's default generator, which is seeded anew whenever one of these changes. So a
+recomputed layer draws the same numbers again, tensor-parallel ranks agree outside the split parts, and no state needs
+to be kept or saved.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-__all__ = ["LayerRandomness", "RandomState", "draws", "restored"]
+from galvatron.core.errors import InvalidInput
 
-
-def draws(modules: Iterable[nn.Module]) -> bool:
-    """Whether modules draw random numbers in training: some dropout among them has a probability above zero."""
-    for part in modules:
-        if isinstance(part, nn.Dropout) and part.p > 0:
-            return True
-        for name, value in vars(part).items():
-            if "drop" in name and isinstance(value, float) and value > 0:
-                return True
-    return False
+__all__ = ["LayerRandomness", "RandomState", "restored"]
 
 
 @contextmanager
@@ -57,8 +48,12 @@ class LayerRandomness:
     """Which rows of the batch, and which of their tokens, this rank computes: its number among those with others."""
     tensor: int
     """Number among the tensor-parallel ranks."""
+    split: bool
+    """Whether there are several of these."""
     sequence: bool
     """Sequence parallelism: outside the split parts ranks hold different tokens."""
+    needed: bool | None
+    """Whether the layer draws in training; None: nothing in it says so, its first forward will show."""
 
     _step: tuple[int, int] | None = None
     """Iteration and micro-batch; None while nothing is drawn."""
@@ -66,9 +61,24 @@ class LayerRandomness:
 
     def begin(self, step: tuple[int, int] | None) -> None:
         """At the start of the layer's forward, the recomputed one too; None: it draws nothing (evaluation)."""
-        self._step = step
+        self._step = step if self.needed is not False else None
         self._part = 0
         self.outside()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a forward in training, after :meth:`begin`: where it is not known, find out whether it draws."""
+        if self.needed is not None:
+            yield
+            return
+        before = self._generator().get_state()
+        yield
+        self.needed = not torch.equal(before, self._generator().get_state())
+        if self.needed and self.split:
+            raise InvalidInput(
+                f"layer {self.layer} draws random numbers in training, although no dropout, noise or call in its code "
+                "says so, so TP ranks would draw different ones where they must agree; plan without TP"
+            )
 
     def inside(self) -> None:
         """Entering a split part: every rank its own numbers."""
@@ -85,7 +95,9 @@ class LayerRandomness:
         self._part += 1
         key = (self.seed, *self._step, self.layer, self.rows, self._part, who)
         number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+        self._generator().manual_seed(number)
+
+    def _generator(self) -> torch.Generator:
         if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
-        else:
-            torch.default_generator.manual_seed(number)
+            return torch.cuda.default_generators[self.device.index or 0]
+        return torch.default_generator

@@ -188,7 +188,8 @@ class Loop:
         self.watch.at(step, "evaluation")
         assert self.held_out is not None
         batch = self.model.plan.batch
-        batches = evaluation_batches(self.held_out, batch=batch, most=batch * self.settings.evaluate_batches)
+        count = self.settings.evaluated_batches
+        batches = evaluation_batches(self.held_out, batch=batch, most=None if count is None else batch * count)
         return mean_loss(self.model, batches, lambda count: self.watch.at(step, f"evaluation after {count} targets"))
 
     def _save(self, step: int, *, wait: bool) -> None:

@@ -15,6 +15,9 @@ from galvatron.core.spec import optimizer_named
 __all__ = ["Decay", "Settings", "learning_rate"]
 
 
+_HELD_OUT_BATCHES = 4
+
+
 class Decay(StrEnum):
     """How the learning rate falls after warm-up."""
 
@@ -69,7 +72,8 @@ class Settings:
     """Steps between evaluations; None: never, or at the end where there are data to evaluate on."""
     held_out: float = 0.05
     """Share of the samples that are held out where there are evaluations."""
-    evaluate_batches: int = 4
+    evaluate_batches: int | None = None
+    """In an evaluation; None: all of the data to evaluate on, or few where a part of the data is held out."""
     save_every: int | None = None
     """Steps between checkpoints; None: at the end only."""
     keep: int = 3
@@ -90,8 +94,9 @@ class Settings:
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise InvalidInput(f"{_option(name)}: {value} given; expected at least {least}")
         for name in ("learning_rate", "timeout_s", "epochs"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected more than 0")
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InvalidInput(f"{_option(name)}: {value} given; expected a number above 0")
         for name in ("final_rate", "held_out"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a share from 0 to 1")
@@ -102,6 +107,8 @@ class Settings:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a number from 0 to below 1")
         if self.warmup is not None and self.warmup > self.steps and self.epochs is None:
             raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
+        if self.trace_step is not None and self.trace_step > self.steps and self.epochs is None:
+            raise InvalidInput(f"trace: step {self.trace_step} given, but the run has {self.steps}")
         if self.evaluate_every is not None and not self.held_out:
             raise InvalidInput("held-out: 0 given, but evaluations are asked for; give a share above 0")
 
@@ -110,6 +117,13 @@ class Settings:
         if self.epochs is None:
             return self
         return replace(self, steps=max(1, math.ceil(self.epochs * samples / batch)), epochs=None)
+
+    @property
+    def evaluated_batches(self) -> int | None:
+        """In an evaluation; None: all."""
+        if self.evaluate_batches is None and self.evaluation_data is None:
+            return _HELD_OUT_BATCHES
+        return self.evaluate_batches
 
     @property
     def warmup_steps(self) -> int:

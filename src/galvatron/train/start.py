@@ -22,6 +22,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import request_for, training_of, with_adapters
 from galvatron.processes.job import Progress
 from galvatron.processes.virtual import check_virtual, virtual_devices, virtual_gpus
+from galvatron.train.agreement import check_said
 from galvatron.train.checkpoints.folder import complete
 from galvatron.train.metrics import check_sinks
 from galvatron.train.phases import Phases
@@ -53,6 +54,10 @@ class Asked:
     replan: bool = False
     config: str = ""
     """All of this as a file that the command line reads, to repeat the run."""
+
+    @property
+    def said_cluster(self) -> str | None:
+        return None if self.cluster == AUTO else self.cluster
 
 
 def is_plan(source: str) -> bool:
@@ -96,7 +101,8 @@ def train(asked: Asked, screen: Screen) -> None:
             samples = _check_inputs(_subject(asked, folder), asked.settings, folder)
         plan = _first_plan(asked, folder, screen, phases)
         asked = replace(asked, settings=asked.settings.with_steps(samples, plan.batch))
-        _check_optimizer(asked, plan)
+        if asked.resume and _is_finished(asked, folder, screen):
+            return
         screen.plan(plan)
         _check_devices(plan.cluster.devices)
         _check_precision(plan)
@@ -166,7 +172,7 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
         else:
             assert asked.source is not None
             plan = Plan.load(asked.source)
-            _check_optimizer(asked, plan)
+            check_said(asked.setup, plan, cluster=asked.said_cluster)
             _check_runnable(plan)
             settings = asked.settings
             if settings.epochs is not None:
@@ -210,10 +216,10 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen, phases: Phases)
     if asked.resume:
         plan = Plan.load(folder.plan_file)
         if asked.source is not None and is_plan(asked.source):
-            return Plan.load(asked.source)
+            return _as_planned(asked, Plan.load(asked.source), goes_on_with=plan)
         wanted = asked.devices or (_devices_here() if asked.replan else plan.cluster.devices)
         if wanted == plan.cluster.devices:
-            return plan
+            return _as_planned(asked, plan)
         if wanted < plan.cluster.devices:
             return replanned(asked, plan, wanted)
         return _planned(asked, plan.model.spec(), {**asked.setup, "batch": plan.batch}, wanted, screen, phases)
@@ -224,8 +230,18 @@ def _first_plan(asked: Asked, folder: RunFolder, screen: Screen, phases: Phases)
             raise InvalidInput(
                 f"devices: {asked.devices} given, but the plan is for {plan.cluster.devices}; plan anew for that many"
             )
-        return plan
+        return _as_planned(asked, plan)
     return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), screen, phases)
+
+
+def _as_planned(asked: Asked, plan: Plan, *, goes_on_with: Plan | None = None) -> Plan:
+    """The plan, if what else is said agrees with it, and it is for the model of the run that it goes on with."""
+    check_said(asked.setup, plan, cluster=asked.said_cluster)
+    if goes_on_with is not None:
+        from galvatron.train.inputs import check_same_model
+
+        check_same_model(plan, goes_on_with)
+    return plan
 
 
 def _planned(asked: Asked, model: str | ModelSpec, setup: Setup, devices: int, screen: Screen, phases: Phases) -> Plan:
@@ -257,24 +273,6 @@ def replanned(asked: Asked, plan: Plan, devices: int) -> Plan:
     raise RankFailure(f"no plan for the {devices} devices that are left: {reason}")
 
 
-def _check_optimizer(asked: Asked, plan: Plan) -> None:
-    """A plan has room for one optimizer, and for what trains; another would need more memory, or a plan that uses what
-    is left."""
-    wanted, planned = asked.setup.get("optimizer"), plan.model.training.optimizer
-    if wanted is not None and wanted != planned:
-        raise InvalidInput(f"optimizer: {wanted!r} given, but the plan is for {planned!r}; plan anew for that one")
-    asked_for, training = training_of(asked.setup), plan.model.training
-    if asked_for.lora is not None and not asked_for.lora.asks_for(training.lora):
-        raise InvalidInput("lora: the plan was made for other adapters, or for none; plan anew")
-    for name in ("freeze", "train_only"):
-        patterns, frozen = getattr(asked_for, name), getattr(training, name)
-        if patterns and patterns != frozen:
-            raise InvalidInput(
-                f"{name.replace('_', '-')}: {', '.join(patterns)} given, but the plan was made with "
-                f"{', '.join(frozen) or 'none'}; plan anew"
-            )
-
-
 def _check_runnable(plan: Plan) -> None:
     if plan.model.config is None:
         raise InvalidInput(
@@ -299,6 +297,9 @@ def _with_adapters(asked: Asked) -> Asked:
     from galvatron.families.adapter_weights import adapter_lora
 
     lora = adapter_lora(Path(asked.settings.adapters))
+    planned = asked.source is not None and is_plan(asked.source) and Plan.load(asked.source).model.training.lora
+    if planned and replace(lora, targets=planned.targets, full=planned.full) == planned:
+        lora = planned  # peft lists the projections that a plan has by a pattern; names are compared when they are read
     return replace(asked, setup=with_adapters(asked.setup, lora))
 
 

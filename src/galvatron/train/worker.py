@@ -40,6 +40,8 @@ from galvatron.train.traces import write_both_traces
 
 __all__ = ["train_rank"]
 
+_SAID = frozenset({"weight_decay", "betas", "momentum"})
+"""Of an optimizer's groups: what settings say, of a run that goes on too; the learning rate follows from the step."""
 _CUT_OFF_S = 15.0
 """How long a rank that lost its connections waits to be told whose fault that is."""
 
@@ -119,8 +121,11 @@ def _prepared(
     checkpoints = Checkpoints(folder.checkpoints, keep=settings.keep)
     step, start = 0, None
     if checkpoints.latest() is not None:
+        said = [{name: value for name, value in group.items() if name in _SAID} for group in optimizer.param_groups]
         with phases.phase("loading", "loading the checkpoint"):
             loaded = checkpoints.load(model, optimizer)
+        for group, own in zip(optimizer.param_groups, said, strict=True):
+            group.update(own)
         step, start = loaded.step, Position.from_json(loaded.progress.get("data"))
         memory.phase_done("loading")
     loader = Loader(

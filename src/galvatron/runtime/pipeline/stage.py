@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class StageLayer(nn.Module):
     This is what FSDP2 wraps, so that a recomputed layer's parameters are gathered once for both its passes.
     """
 
-    def __init__(self, layer: Layer, randomness: LayerRandomness | None, saving: Saving) -> None:
+    def __init__(self, layer: Layer, randomness: LayerRandomness, saving: Saving) -> None:
         super().__init__()
         self.layer = layer
         self._randomness, self.saving = randomness, saving
@@ -49,14 +50,13 @@ class StageLayer(nn.Module):
 
     def seed(self, seed: int) -> None:
         """Draw from another seed from now on."""
-        if self._randomness is not None:
-            self._randomness.seed = seed
+        self._randomness.seed = seed
 
     def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
         def run(*tensors: torch.Tensor) -> Activations:
-            if self._randomness is not None:
-                self._randomness.begin(step if self.training else None)
-            output: Activations = self.layer(tensors, context)
+            self._randomness.begin(step if self.training else None)
+            with self._randomness.watched() if self.training else nullcontext():
+                output: Activations = self.layer(tensors, context)
             return output
 
         if self.after_backward is not None and activations and torch.is_grad_enabled():

@@ -1,0 +1,80 @@
+"""Whether modules draw random numbers in training: dropout, noise, random routers.
+
+What modules are set to says so (``attention_dropout``, ``router_jitter_noise``), and otherwise their code: a call of
+``torch.rand`` in forward, or in what forward calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+__all__ = ["draws"]
+
+_SWITCHES = ("drop", "jitter", "noise")
+"""In names of figures that turn drawing on."""
+_CALLS = frozenset({
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_", "multinomial",
+    "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm",
+    "rrelu", "uniform_",
+})  # fmt: skip
+_DEEP = 4
+"""How far calls are followed."""
+
+
+def draws(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of them does."""
+    return any(_draws(module) for module in modules)
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RReLU):
+        return True
+    for name, value in vars(module).items():
+        if _is_switch(name) and isinstance(value, float) and value > 0:
+            return True
+    if type(module).__module__.startswith("torch."):
+        return False
+    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    return isinstance(forward, FunctionType) and _calls_draw(forward, module, set(), _DEEP)
+
+
+def _calls_draw(function: FunctionType, module: nn.Module, seen: set[CodeType], deep: int) -> bool:
+    """Whether a function, or one that it calls, draws without being told to by a figure, which is off here."""
+    code = function.__code__
+    if code in seen or deep == 0:
+        return False
+    seen.add(code)
+    names = set(_names(code))
+    told = any(map(_is_switch, names)) or any("drop" in name for name in code.co_varnames[: code.co_argcount])
+    if names & _CALLS and not told:
+        return True
+    return any(_calls_draw(called, module, seen, deep - 1) for called in _called(function, names, module))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """What code looks up in objects and modules, functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _called(function: FunctionType, names: Iterable[str], module: nn.Module) -> Iterator[FunctionType]:
+    """Functions of these names beside this one, and methods of the module, but for PyTorch's."""
+    for name in names:
+        for found in (function.__globals__.get(name), getattr(type(module), name, None)):
+            called: Any = inspect.unwrap(found) if callable(found) else None
+            if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+                yield called
+
+
+def _is_switch(name: str) -> bool:
+    return any(switch in name for switch in _SWITCHES)
