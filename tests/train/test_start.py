@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from jobs import plan_of, run_to_end
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from galvatron.core.errors import RankFailure
+from galvatron.core.errors import InvalidInput, RankFailure
 from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.setup import Setup
 from galvatron.train import launch, start
@@ -428,3 +428,32 @@ def test_other_data_are_refused_before_a_resumed_run_starts(
         main()
     assert ended.value.code == 2
     assert "resume: the saved run read" in capsys.readouterr().err
+
+
+def test_a_rank_of_torchrun_goes_on_as_it_is_asked_to(
+    tmp_path: Path, plan_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the settings of now, and under the plan that is given."""
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("galvatron.train.worker.train_rank", lambda _: None)
+
+    def started(source: str | None, settings: Settings, *, resume: bool, setup: Setup | None = None) -> None:
+        asked = Asked(
+            source=source, out=folder.path, settings=settings, setup=setup or {}, resume=resume, config="x = 1"
+        )
+        start.train(asked, cast("Any", None))
+
+    started(plan_file, Settings(steps=3), resume=False)
+    assert folder.config_file.read_text() == "x = 1"
+    other = tmp_path / "other.json"
+    plan_of(["dp2"], ["dp2"] * 3, micro_batches=2).save(other)
+    started(str(other), Settings(steps=6, learning_rate=1e-2), resume=True)
+    now, settings = folder.load()
+    assert (len(now.stages), settings.steps, settings.learning_rate) == (2, 6, 1e-2)
+    with pytest.raises(InvalidInput, match="precision: 'bf16' given, but the plan is for fp32"):
+        started(None, Settings(steps=9), resume=True, setup={"precision": "bf16"})
+    assert folder.load()[1].steps == 6
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    started(None, Settings(steps=9), resume=True)
+    assert folder.load()[1].steps == 6, "a start after a failure repeats what was asked for first"

@@ -159,26 +159,35 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
     """Under torchrun this process is one of the ranks; the plan must be there, because planning needs all of them."""
     from galvatron.train.worker import train_rank
 
-    again = asked.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if not again and (asked.source is None or not is_plan(asked.source)):
+    begun = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and folder.plan_file.exists()
+    if not (asked.resume or begun) and (asked.source is None or not is_plan(asked.source)):
         raise InvalidInput(
             f"under torchrun a plan is needed, but {asked.source!r} given; make one first: torchrun … -m galvatron "
             "profile cluster -o cluster.toml, then galvatron plan … --cluster cluster.toml -o plan.json"
         )
     if os.environ["RANK"] == "0":  # the others read what it writes when all have joined
-        (folder.check_started if again else folder.check_new)()
-        if again:
+        if begun:  # what was asked for is written down
             folder.forget_endings()
         else:
-            assert asked.source is not None
-            plan = Plan.load(asked.source)
-            check_said(asked.setup, plan, cluster=asked.said_cluster)
-            _check_runnable(plan)
-            settings = asked.settings
-            if settings.epochs is not None:
-                settings = settings.with_steps(_check_inputs(_subject(asked, folder), settings, folder), plan.batch)
-            folder.begin(plan, settings)
+            _begin_as_rank(asked, folder)
     train_rank(folder.path)
+
+
+def _begin_as_rank(asked: Asked, folder: RunFolder) -> None:
+    """Write down what the ranks are about to do."""
+    (folder.check_started if asked.resume else folder.check_new)()
+    run = Plan.load(folder.plan_file) if asked.resume else None
+    given = asked.source is not None and is_plan(asked.source)
+    plan = Plan.load(asked.source) if given and asked.source is not None else run
+    assert plan is not None
+    _as_planned(asked, plan, goes_on_with=run)
+    _check_runnable(plan)
+    settings = asked.settings
+    if settings.epochs is not None:
+        settings = settings.with_steps(_check_inputs(_subject(asked, folder), settings, folder), plan.batch)
+    folder.begin(plan, settings)
+    if not asked.resume:
+        folder.config_file.write_text(asked.config, encoding="utf-8")
 
 
 # Plans

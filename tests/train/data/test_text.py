@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from small_models import config
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Training
@@ -372,3 +374,19 @@ def test_texts_that_look_like_none_or_numbers_stay_texts_or_are_refused(tmp_path
     (tmp_path / "a.csv").write_text(f'text\n"{text}"\n' + '"some words"\n' * 20)
     found = bytes_of(opened(tmp_path / "a.csv", tmp_path / "cache"))
     assert found == expected([text, *["some words"] * 20])
+
+
+def test_a_long_file_has_the_tokens_that_it_has_as_one_text(tmp_path: Path) -> None:
+    """Files are read in parts. Tokenizers like Llama 2's put a space before each text."""
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcd\n"])}
+    spaced = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    spaced.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    plain = PreTrainedTokenizerFast(tokenizer_object=spaced, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    plain.save_pretrained(tmp_path / "tokenizer")
+    text = "".join(random.Random(1).choices("abc d\n", k=200_000))
+    (tmp_path / "text.txt").write_text(text)
+    dataset = opened(tmp_path / "text.txt", tmp_path / "cache", tmp_path / "tokenizer")
+    rows = [dataset.sample(index, generator_of(0))["input_ids"] for index in range(len(dataset))]
+    whole = plain(text, add_special_tokens=False)["input_ids"] + [2]
+    assert torch.cat(rows).tolist() == whole[: len(rows) * LENGTH]
+    assert len(whole) - len(rows) * LENGTH < LENGTH

@@ -20,7 +20,7 @@ from galvatron.families.context import steady_positions
 from galvatron.families.tiny import TINY_TOKENS, tiny_config
 from galvatron.runtime.trial import random_model
 from galvatron.train.data.chat import Chat
-from galvatron.train.data.documents import TextSource
+from galvatron.train.data.documents import TextSource, encoded
 from galvatron.train.data.examples import Document, Examples, read_documents, write_documents
 from galvatron.train.data.requirements import Objective, TokenRequirements
 from galvatron.train.data.tokens import built_once
@@ -28,7 +28,7 @@ from galvatron.train.data.vocabulary import SavedTokenizer, Tokenizer
 
 __all__ = ["KeptApart"]
 
-_FORMAT = "1"
+_FORMAT = "2"
 """Part of every key: change it when what is written changes."""
 _TOLERANCE = 1e-4
 _LENGTHS = (5, 8)
@@ -73,7 +73,7 @@ class KeptApart:
         end = tokenizer.vocabulary.end
         ids: list[int] = []
         for piece in source.pieces():
-            ids += tokenizer.encode([piece.text])[0].tolist()
+            ids += next(encoded([piece], tokenizer)).tolist()
             if not piece.ends_document:
                 continue
             if end is not None:

@@ -6,17 +6,21 @@ Text is handed on in pieces, so that a file of any size is read in bounded memor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from galvatron.core.errors import InvalidInput
 from galvatron.train.data.rows import Files, Row, Rows, files_in, rows_in
 from galvatron.train.data.stories import stories
+from galvatron.train.data.vocabulary import Ids, Tokenizer
 
-__all__ = ["Piece", "StorySource", "TextSource", "text_source"]
+__all__ = ["Piece", "StorySource", "TextSource", "encoded", "text_source"]
 
+_LINE = "\n"
 _CHARACTERS = 64 * 2**10
 """A piece of a text file: small enough to tokenize many at once, cut where a line ends."""
 
@@ -27,6 +31,8 @@ class Piece:
 
     text: str
     ends_document: bool
+    continues: bool = False
+    """Whether it goes on where a line of the piece before it ended."""
 
 
 class TextSource(Protocol):
@@ -114,17 +120,31 @@ def text_source(path: Path, text_field: str = "text") -> TextSource:
     return _TextFiles(files_in(path)) if rows is None else _TextRows(rows, text_field)
 
 
+def encoded(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """The tokens of each piece. Some tokenizers put a space before each text: what goes on is read with the end of the
+    line before it."""
+    texts = [_LINE + piece.text if piece.continues else piece.text for piece in pieces]
+    line, *found = tokenizer.encode([_LINE, *texts])
+    for piece, ids in zip(pieces, found, strict=True):
+        if not piece.continues:
+            yield ids
+        elif np.array_equal(ids[: len(line)], line):
+            yield ids[len(line) :]
+        else:  # the line's end and what follows are one token
+            yield tokenizer.encode([piece.text])[0]
+
+
 def _pieces(path: Path) -> Iterator[Piece]:
     lines: list[str] = []
-    characters = 0
+    characters, continues = 0, False
     with path.open(encoding="utf-8", newline="") as file:
         for line in file:
             if characters + len(line) > _CHARACTERS and lines:
-                yield Piece("".join(lines), False)
-                lines, characters = [], 0
+                yield Piece("".join(lines), False, continues)
+                lines, characters, continues = [], 0, True
             lines.append(line)
             characters += len(line)
-    yield Piece("".join(lines), True)
+    yield Piece("".join(lines), True, continues)
 
 
 def _text_of(row: Row, name: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from galvatron.core.errors import InvalidInput
-from galvatron.train.data.documents import Piece, TextSource
+from galvatron.train.data.documents import Piece, TextSource, encoded
 from galvatron.train.data.vocabulary import SavedTokenizer, Tokenizer, train_tokenizer
 
 __all__ = ["PackedTokens", "built_once", "default_cache", "pack", "trained_on"]
@@ -51,7 +51,7 @@ def built_once(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-_FORMAT = "1"
+_FORMAT = "2"
 """Part of every key: change it when what is written changes."""
 _CHARACTERS_AT_ONCE = 4 * 2**20
 _CHARACTERS_TO_LEARN_FROM = 64 * 2**20
@@ -109,7 +109,7 @@ def _write(source: TextSource, tokenizer: Tokenizer, folder: Path) -> None:
     digest, total = hashlib.sha256(dtype.str.encode()), 0
     with (folder / "tokens.bin").open("wb") as file:
         for pieces in _batches(source.pieces()):
-            for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
+            for piece, ids in zip(pieces, encoded(pieces, tokenizer), strict=True):
                 closed = np.append(ids, end) if piece.ends_document and end is not None else ids
                 written = closed.astype(dtype).tobytes()
                 digest.update(written)
