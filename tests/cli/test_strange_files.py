@@ -74,6 +74,25 @@ def test_a_pipe_is_no_file(tmp_path: Path, run: Run, name: str, args: tuple[str,
         _refused(told, f"{given}: is a pipe or a device, not a file")
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("plan.json", (*_PLAN, "--output", "FILE")),
+        ("page.html", ("explain", "any.json", "--html", "FILE")),
+        ("trace.json", ("explain", "any.json", "--trace", "FILE")),
+        ("page.html", ("compare", "bert-base", "--cluster", "a100", "--memory", "8GB", "--html", "FILE")),
+    ],
+)
+def test_a_pipe_is_not_written_to(tmp_path: Path, run: Run, name: str, args: tuple[str, ...]) -> None:
+    """Nobody may ever read it."""
+    os.mkfifo(tmp_path / name)
+    _refused(run(*(str(tmp_path / name) if each == "FILE" else each for each in args)), "is a pipe; expected a file")
+
+
+def test_an_empty_name_of_a_model(run: Run) -> None:
+    _refused(run("plan", "", "--cluster", "a100"), "model: '' given; expected a preset's name")
+
+
 def test_a_pipe_holds_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "text.txt")
     with pytest.raises(Exception, match="is a pipe or a device; expected a file or a folder"):

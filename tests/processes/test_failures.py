@@ -102,6 +102,7 @@ torch.set_num_threads(1)
 model = galvatron.parallelize(None, galvatron.Plan.load({plan!r}), device="cpu")
 batch = {{name: torch.ones(4, 8, dtype=torch.int64) for name in ("input_ids", "labels")}}
 raise ValueError("a typing mistake")
+raise KeyError("another")
 print("loss", float(model.forward_backward(batch)))
 model.forward_backward({{}})
 print("still", "there")
@@ -123,6 +124,8 @@ def test_at_a_prompt_without_torchrun(tmp_path: Path) -> None:
         env={key: value for key, value in os.environ.items() if key not in left_out} | {"PYTHONWARNINGS": "ignore"},
     )
     assert "ValueError: a typing mistake" in done.stderr
+    assert "KeyError: 'another'" in done.stderr
+    assert done.stderr.count("a typing mistake") == 1
     assert "loss " in done.stdout
     assert "error: batch: input_ids, labels missing; it has nothing" in done.stderr
     assert "still there" in done.stdout

@@ -12,8 +12,10 @@ from oracle import Case, batches, stock_model
 from parity import cluster_of, plan_for
 from ranks import ranks
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import galvatron
+from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import schedule_named
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
@@ -131,3 +133,18 @@ def test_weights_that_blocks_share_are_not_split(caplog: pytest.LogCaptureFixtur
     spec = galvatron.describe(changed(TP, "shared weight"), batch, TP.training)
     assert all(kind.tensor_parallel is None for kind in spec.kinds)
     assert "its blocks share weights, which TP cannot split" in caplog.text
+
+
+def test_a_model_with_other_parameters_than_its_configurations_is_described_first() -> None:
+    """Models of unknown family are planned by their configuration alone."""
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    galvatron.plan(model, "cpu-4", devices=1, batch=8)
+    model.lm_head = torch.nn.Linear(8, 16, bias=True)
+    with pytest.raises(
+        InvalidInput, match=r"parameter lm_head.bias is \(16,\), by its configuration missing"
+    ):
+        galvatron.plan(model, "cpu-4", devices=1, batch=8)

@@ -7,8 +7,11 @@ that share numbers where they should not drop the same elements of different sam
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +21,11 @@ from oracle import Case, batches, first_weights, stock_loss, stock_model
 from parity import plan_for
 from ranks import ranks
 from small_models import LAYERS
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import galvatron
+from galvatron.core.errors import InvalidInput
 
 
 def _halves_equal(case: Case) -> list[dict[str, Tensor]]:
@@ -135,3 +140,28 @@ def test_evaluation_drops_nothing(strategy: str) -> None:
         assert losses[::2] == pytest.approx([expected] * 2, rel=1e-5)
         assert losses[1] != pytest.approx(expected, rel=1e-5), "and training drops again afterwards"
         assert untouched
+
+
+def _checkpointed(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) -> str:
+    """On a rank: a model that recomputes its blocks by itself."""
+    model: Any = stock_model(case)
+    for block in model.transformer.h:
+
+        def forward(own: nn.Module, *given: Any, **more: Any) -> Any:
+            return checkpoint(partial(type(own).forward, own, **more), *given, use_reentrant=False)
+
+        block.forward = MethodType(forward, block)
+    own = galvatron.parallelize(model, plan, dtype=case.dtype, device="cpu", check=False)
+    try:
+        own.forward_backward(batch)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [("tp2", True), longer("dp2", False)])
+def test_a_checkpoint_of_the_models_own_is_refused_where_ranks_would_draw_anew(strategy: str, refused: bool) -> None:
+    """In its recompute TP ranks would count parts that forward did not have."""
+    case = with_dropout("gpt2", strategy)
+    said = ranks(2).run(_checkpointed, case, plan_for(case), batches(case)[0])[0]
+    assert ("is recomputed in backward by a checkpoint of the model's own" in said) == refused

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +125,44 @@ def test_half_of_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InvalidInput, match="RANK is set to 0, but MASTER_ADDR and MASTER_PORT not; start"):
         galvatron.parallelize(None, plan_for(_CASE), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"RANK": "x"}, "RANK: 'x' is set; expected a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE: '-1' is set; expected a whole number"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT: 'abc' is set; expected a whole number up to 65535"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: '99999' is set"),
+        ({"RANK": "3"}, "RANK: 3 is set, but WORLD_SIZE is 2; expected a rank below it"),
+    ],
+)
+def test_numbers_by_which_no_ranks_can_meet(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], said: str) -> None:
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**usual, **wrong}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInput) as refused:
+        galvatron.parallelize(None, plan_for(_CASE), device="cpu")
+    assert said in str(refused.value)
+
+
+_ALONE = """
+import galvatron
+galvatron.parallelize(None, galvatron.Plan.load({plan!r}), device="cpu")
+"""
+
+
+def test_a_script_that_is_started_wrongly_ends_in_one_line(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan_for(_CASE).save(plan)
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE.format(plan=str(plan))],
+        capture_output=True, text=True, timeout=180, check=False,
+        env={**{key: value for key, value in os.environ.items() if "RANK" not in key}, "RANK": "0"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error: RANK is set to 0, but" in done.stderr
 
 
 def _feed(plan: galvatron.Plan, given: list[dict[str, Any]]) -> list[str]:

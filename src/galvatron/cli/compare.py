@@ -31,6 +31,7 @@ def command(
     from galvatron.planner.plan.compare import compare
     from galvatron.planner.plan.setup import request_for
 
+    opt.checked_folder(html, "html")
     budgets = [parse_bytes(part, where="memory") for part in memory.split(",")]
     comparison = compare(request_for(model, cluster, {**setup, "memory": max(budgets)}, load_any_model), budgets)
     if html is not None:

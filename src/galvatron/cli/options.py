@@ -199,9 +199,11 @@ def checked_file(name: str | None, suffix: str, what: str) -> None:
 
 
 def checked_folder(name: str | None, option: str) -> None:
-    """Whether the folder of a file that is to be written exists."""
+    """Whether the folder of a file that is to be written exists, and it is no pipe, which nobody may ever read."""
     if name is not None and not Path(name).parent.is_dir():
         raise InvalidInput(f"{option}: cannot write {name!r}: there is no folder {str(Path(name).parent)!r}")
+    if name is not None and Path(name).is_fifo() and not name.startswith("/dev/"):
+        raise InvalidInput(f"{option}: {name!r} is a pipe; expected a file, or /dev/stdout")
 
 
 def write_file(name: str | None, content: str) -> None:

@@ -15,6 +15,7 @@ from galvatron.families.build import bare, without_weights
 from galvatron.families.generic.adapter import Generic
 from galvatron.families.given import LIBRARIES, has_hooks, replaced_forward
 from galvatron.families.layer import Layer, LayeredModel
+from galvatron.families.lora import is_adapter, plain_name
 from galvatron.families.registry import in_family, layered_model
 from galvatron.families.rules import Columns, Region, Rows
 
@@ -60,9 +61,22 @@ def _elementwise(kind: type[nn.Module]) -> bool:
 
 
 def check_known(model: nn.Module) -> None:
-    """Raise :class:`InvalidInput` for a model of a known family that its layers would not run as it is."""
+    """Raise :class:`InvalidInput` for a model of a known family that its layers would not run as it is, and for one of
+    any other whose parameters are not those of its configuration, by which it is planned."""
     if in_family(model):
         check_called(layered_model(without_weights(model)), altered_modules(model))
+        return
+    stock = bare(model) if type(model).__module__.startswith("transformers.") else None
+    if stock is None:
+        return
+    made = {name: own.shape for name, own in stock.named_parameters()}
+    held = {plain_name(name): own.shape for name, own in model.named_parameters() if not is_adapter(name)}
+    for name in sorted({*made, *held}):
+        if made.get(name) != held.get(name):
+            was, now = (f"{tuple(each[name])}" if name in each else "missing" for each in (made, held))
+            raise InvalidInput(
+                f"{type(model).__name__}: parameter {name} is {now}, by its configuration {was}; {_DESCRIBE}"
+            )
 
 
 def check_called(layered: LayeredModel, altered: Mapping[str, str]) -> None:

@@ -20,11 +20,16 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
+from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.families.discovery import family_of
 
 __all__ = ["bare", "build_meta", "read_config", "stock_class", "with_buffers", "without_weights"]
 
 _LOG = logging.getLogger(__name__)
+_DEPTHS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
+)  # fmt: skip
+"""Names of fields with a number of layers."""
 
 
 def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -66,6 +71,7 @@ def build_meta(
     if training.dropout is False:
         _zero_dropout(config)
     config.use_cache = False
+    _check_depth(config)
     stock = stock_class(config, as_named=as_named)
     # Constructors draw random numbers for some parameters, which nobody will see.
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
@@ -77,6 +83,18 @@ def build_meta(
             f"{stock.__name__}: its buffer {lost[0]} gets its value only with the weights; build the model with them"
         )
     return model
+
+
+def _check_depth(config: PreTrainedConfig) -> None:
+    """Refuse more layers than any model has, which would be built one by one."""
+    for part in (config, *(each for each in vars(config).values() if isinstance(each, PreTrainedConfig))):
+        for name in _DEPTHS:
+            count = getattr(part, name, None)
+            if isinstance(count, int) and count > MOST_LAYERS:
+                raise InvalidInput(
+                    f"model_type {config.model_type!r}: {name} of its configuration is {count:,}; expected at most "
+                    f"{MOST_LAYERS:,}"
+                )
 
 
 def _built(stock: Any, config: PreTrainedConfig, *, fused: bool) -> nn.Module:

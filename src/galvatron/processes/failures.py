@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from galvatron.core.errors import GalvatronError
 
-__all__ = ["is_symptom", "report_failures"]
+__all__ = ["is_symptom", "report_failures", "report_input"]
 
 _KEY = "galvatron/failure"
 _SAID = "galvatron/said"
@@ -38,6 +38,24 @@ def report_failures() -> None:
     """Let errors that end this process be reported that way."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(dist.get_rank(), dist.distributed_c10d._get_default_store())
+
+
+def report_input() -> None:
+    """Let what is wrong with the input be said without a traceback, before the ranks have met."""
+    if sys.excepthook is sys.__excepthook__ and not _at_prompt():
+        sys.excepthook = _say_input
+
+
+def _say_input(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, GalvatronError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(error.exit_status)
+
+
+def _at_prompt() -> bool:
+    return bool(sys.flags.interactive or sys.flags.inspect or hasattr(sys, "ps1"))
 
 
 class _Hook:
@@ -98,13 +116,14 @@ class _Hook:
             found: bytes = self._store.compare_set(_KEY, "", mine)
         except Exception:  # the store went with rank 0
             return mine
-        return found.decode(errors="replace")
+        first = found.decode(errors="replace")
+        return mine if first.startswith(f"rank {self._rank} ") else first  # at a prompt it may have failed before
 
     def _end(self, status: int) -> None:
         """End without waiting for collectives that will never complete, unless somebody sits at a prompt."""
         sys.stderr.flush()
         sys.stdout.flush()
-        if sys.flags.interactive or sys.flags.inspect or hasattr(sys, "ps1"):
+        if _at_prompt():
             return
         os._exit(status)
 

@@ -134,12 +134,25 @@ def join(*, alone: bool = False, in_turn: bool = False) -> None:
             f"RANK is set to {os.environ['RANK']}, but {' and '.join(missing)} not; start the program with torchrun, "
             "which sets them all, or set them"
         )
+    if "RANK" in os.environ:
+        _check_numbers()
     device = claim_device(int(os.environ.get("RANK", 0)), in_turn=in_turn)
     store, rank, world = meet() if "RANK" in os.environ else (HashStore(), 0, 1)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def _check_numbers() -> None:
+    """Refuse what no rank can meet by, which would end in an error of PyTorch, or never."""
+    for name, most in (("WORLD_SIZE", 2**20), ("RANK", 2**20), ("MASTER_PORT", 65535)):
+        text = os.environ[name]
+        if not text.isdecimal() or int(text) > most:
+            raise InvalidInput(f"{name}: {text!r} is set; expected a whole number up to {most}, as torchrun sets it")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world:
+        raise InvalidInput(f"RANK: {rank} is set, but WORLD_SIZE is {world}; expected a rank below it, counted from 0")
 
 
 def claim_device(rank: int, *, in_turn: bool = False) -> torch.device:

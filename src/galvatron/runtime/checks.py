@@ -57,7 +57,8 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
         place = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(planned), len(kinds)))
         raise PlanMismatch(
             f"model: it has {len(kinds)} layers, the plan for {plan.model.name!r} has {len(planned)}; layer {place} is "
-            f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again for this model"
+            f"{_at(kinds, place)}, the plan says {_at(planned, place)}; plan again "
+            "for this model, with galvatron.describe if it was changed"
         )
     ours = {kind.name: kind for kind in kinds_of(plan, layered)}
     _check_adapters(plan, layered)
@@ -65,7 +66,8 @@ def check_model(plan: Plan, layered: LayeredModel) -> None:
         if ours[kind.name].parameters != kind.parameters:
             raise PlanMismatch(
                 f"model: its layer {kind.name!r} has {ours[kind.name].parameters:,} parameters, the plan for "
-                f"{plan.model.name!r} says {kind.parameters:,}; it is a plan of another model: plan again for this one"
+                f"{plan.model.name!r} says {kind.parameters:,}; it is a plan of another model: plan again "
+                "for this one, with galvatron.describe if it was changed"
             )
     planned_kinds = {kind.name: kind for kind in plan.model.kinds}
     for number, stage in enumerate(plan.stages):

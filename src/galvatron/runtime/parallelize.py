@@ -33,7 +33,7 @@ from galvatron.families.smoothing import smooth_labels
 from galvatron.families.tuning import check_frozen, freeze
 from galvatron.families.weights import InitialWeights, ModelWeights, Weights
 from galvatron.planner.plan.plan import Plan
-from galvatron.processes.failures import report_failures
+from galvatron.processes.failures import report_failures, report_input
 from galvatron.processes.world import cap_memory, join, own_device
 from galvatron.runtime.assembly import sums_rows
 from galvatron.runtime.buffer_types import buffers_follow
@@ -98,6 +98,7 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"parallelize() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+    report_input()
     join(alone=sum(len(stage.devices) for stage in plan.stages) == 1, in_turn=len(plan.stages) == 1)
     report_failures()
     check_world(plan, dist.get_world_size())

@@ -20,6 +20,15 @@ from galvatron.core.errors import InvalidInput
 __all__ = ["LayerRandomness", "RandomState", "restored"]
 
 
+_NONE = -1
+
+
+def _running_backward() -> int:
+    """Its number, or that of none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 @contextmanager
 def restored(device: torch.device) -> Iterator[None]:
     """Leave the default generators as they were found."""
@@ -58,11 +67,13 @@ class LayerRandomness:
     _step: tuple[int, int] | None = None
     """Iteration and micro-batch; None while nothing is drawn."""
     _part: int = 0
+    _backward: int = _NONE
+    """The backward in which the layer began: it is recomputed."""
 
     def begin(self, step: tuple[int, int] | None) -> None:
         """At the start of the layer's forward, the recomputed one too; None: it draws nothing (evaluation)."""
         self._step = step if self.needed is not False else None
-        self._part = 0
+        self._part, self._backward = 0, _running_backward()
         self.outside()
 
     @contextmanager
@@ -92,6 +103,12 @@ class LayerRandomness:
     def _seed(self, who: int) -> None:
         if self._step is None:
             return
+        if _running_backward() != self._backward:
+            raise InvalidInput(
+                f"layer {self.layer}: a part of it is recomputed in backward by a checkpoint of the model's own, where "
+                "TP ranks would draw other random numbers than in forward; remove torch.utils.checkpoint and plan with "
+                "recompute (+rc), or train without dropout or without TP"
+            )
         self._part += 1
         key = (self.seed, *self._step, self.layer, self.rows, self._part, who)
         number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1

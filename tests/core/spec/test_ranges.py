@@ -109,3 +109,11 @@ def _text(plan: Plan) -> str:
     shown = StringIO()
     Console(width=200, file=shown).print(plan_view(plan))
     return shown.getvalue()
+
+
+def test_whole_numbers_are_figures_too(tmp_path: Path) -> None:
+    """A plan for a cluster from Python is read back as it was."""
+    level = replace(TITANS.levels[0], bytes_per_s=300 * 10**9, latency_s=0)
+    cluster = replace(TITANS, levels=(level, *TITANS.levels[1:]), overlap_slowdown=1)
+    make_plan(Request(model=_model(LAYER), cluster=cluster, batch=8)).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").cluster.facts == cluster

@@ -87,6 +87,8 @@ def check_figures(facts: Any, what: str) -> None:
         kind = int if limits.whole else int | float
         if isinstance(value, bool) or not isinstance(value, kind) or not limits.least <= value <= limits.most:
             raise OutOfRange(f"{what}: {name} is {_shown(value)}; expected {limits.expected}")
+        if not limits.whole and isinstance(value, int):  # files read it back as 300e9
+            object.__setattr__(facts, name, float(value))
 
 
 @cache

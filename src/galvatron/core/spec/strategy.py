@@ -178,7 +178,7 @@ class Strategy(LayerSwitches):
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """The inverse of ``str``: ``"dp2-tp4+rc"``; with axes for the experts ``"dp2-tp4/ep8+rc"``."""
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InvalidInput(
                 f"{text!r} is not a strategy; write axes outermost first with flags, such as 'dp2-tp4', "

@@ -70,6 +70,8 @@ def request_for(
     ``load``: how a model's facts are found; the default knows what can be counted without torch.
     """
     setup = checked_setup(setup)
+    if model == "":
+        raise InvalidInput("model: '' given; expected a preset's name ('galvatron models'), a file or a folder")
     paper = setup.get("paper", False)
     if paper:
         _reject_contradictions(setup)

@@ -41,6 +41,9 @@ def keep_companions(kept: Path, *, tokenizer: Path | None, model: Path | None) -
 def write_companions(kept: Path, out: Path, stock: Any) -> str | None:
     """Put them beside exported weights; ``stock``: the model. Returns what is missing, for people."""
     if kept.is_dir():
+        for path in sorted(kept.iterdir()):
+            if not path.is_file():  # a link to a device would never end
+                raise InvalidInput(f"{path}: is no file; expected what a run keeps of its tokenizer, or nothing")
         shutil.copytree(kept, out, dirs_exist_ok=True)
     found = has_tokenizer(out)
     if hasattr(stock, "can_generate") and stock.can_generate() and not (out / _GENERATION).is_file():
