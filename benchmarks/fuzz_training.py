@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._inductor import config as inductor
+from torch._inductor import cpu_vec_isa
 from torch.nn import functional
 
 import galvatron
@@ -407,7 +407,7 @@ def _together(case: Drawn, plan: galvatron.Plan, given: Sequence[dict[str, Tenso
 
 
 def _merge_small_products() -> None:
-    inductor.cpp.simdlen = 1  # or it compiles programs to find out about the processor
+    cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]  # or four programs are compiled to find out
     narrow._NARROW, narrow._ALIGNED_BYTES = 8, 8
     compiler().failures.clear()
 

@@ -19,6 +19,7 @@ from small_models import config
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from torch._inductor import cpu_vec_isa
 
 import galvatron
 from galvatron.core.spec import Training
@@ -43,22 +44,41 @@ def _case(family: str, *stages: list[str], micro_batches: int = 1, **options: fl
 
 
 def _counted(
-    case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]
+    kernels: bool, case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]
 ) -> tuple[object, int, int, list[str]]:
     """What a rank has after training, the graphs compiled until then and after, and what could not be compiled."""
-    inductor.cpp.simdlen = 1  # or it compiles programs to find out about the processor
-    model = build(case, plan, folder)
-    trained = deepcopy(run(case, model, given))
-    first = compiler().graphs
-    run(case, model, given)
+    _without_vectors()
+    if kernels:
+        torch._dynamo.reset()  # there may be graphs without
+    with inductor.patch(fallback_by_default=not kernels):
+        model = build(case, plan, folder)
+        trained = deepcopy(run(case, model, given))
+        first = compiler().graphs
+        run(case, model, given)
     return trained, first, compiler().graphs - first, [*compiler().failures, *counters["graph_break"]]
+
+
+def _without_vectors() -> None:
+    """Without this the compiler first compiles four programs, to find out about the processor."""
+    cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
+
+
+def _compare(case: Case, *, kernels: bool) -> None:
+    found = ranks(2).run(_counted, kernels, case, plan_for(case), first_weights(case), batches(case))
+    trained, first, later, failures = zip(*found, strict=True)
+    different = difference(case, trained, single_process(case))
+    assert different is None, different
+    assert min(first) > 0
+    assert set(later) == {0}, "blocks were compiled again after the first steps"
+    assert failures == ([], [])
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        _case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"]),
-        _case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2),
+        _case("llama", ["tp2", "tp2+rc", "tp2"]),
+        longer(_case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"])),
+        longer(_case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2)),
         longer(_case("llama", ["tp2", "tp2+rs", "tp2+sp+rs", "sdp2+ra", "dp2"], num_key_value_heads=8)),
         longer(_case("llama", ["tp2", "tp2", "tp2+rc", "sdp2", "sdp2+rc", "dp2"])),
         longer(_case("llama", ["single"] * 3, ["single+rc"] * 2, micro_batches=4)),
@@ -75,13 +95,20 @@ def _counted(
     ids=lambda case: f"{case.config['model_type']}: {case.stages}",
 )
 def test_compiled_as_one_process(case: Case) -> None:
-    found = ranks(2).run(_counted, case, plan_for(case), first_weights(case), batches(case))
-    trained, first, later, failures = zip(*found, strict=True)
-    different = difference(case, trained, single_process(case))
-    assert different is None, different
-    assert min(first) > 0
-    assert set(later) == {0}, "blocks were compiled again after the first steps"
-    assert failures == ([], [])
+    _compare(case, kernels=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"]),
+        _case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2),
+    ],
+    ids=lambda case: str(case.stages),
+)
+def test_graphs_as_one_process(case: Case) -> None:
+    """Each operation calls PyTorch's own kernel: compiling C++ takes long."""
+    _compare(case, kernels=False)
 
 
 def _dropping(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, Tensor]]) -> list[float]:
@@ -147,7 +174,7 @@ class _Gated(torch.nn.Module):
 def test_a_compiled_block_keeps_what_its_grade_says(grade: Grade, kept: int) -> None:
     """In elements a token: input, projections, attention (with a sum for each of two heads, one in 8 of its elements
     here), its output's projection, the first product of the feed-forward part; not the last."""
-    inductor.cpp.simdlen = 1
+    _without_vectors()
     plain, given = _Gated(), torch.randn(2, 8, 16)
     layer = _Block(deepcopy(plain))
     assert Compiler().compile(layer, grade)
@@ -221,7 +248,7 @@ def test_without_a_compiler_nothing_is_compiled(
 
 def _packed(case: Case, plan: galvatron.Plan, folder: Path, given: dict[str, Tensor]) -> list[int]:
     """On a rank: graphs compiled after each of some batches with documents of other lengths."""
-    inductor.cpp.simdlen = 1
+    _without_vectors()
     model, before = build(case, plan, folder), compiler().graphs
     found = []
     for every in (2, 3, 4, 5, 8):
