@@ -30,21 +30,59 @@ _DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
 )  # fmt: skip
 """Names of fields with a number of layers."""
+_ATOMS = (bool, int, float, str, type(None), torch.dtype)
+_EMPTY = (OrderedDict, set)
+_OWN = ("_parameters", "_buffers", "_modules")
+"""Fields of a module whose entries are not shared with others."""
 
 
 def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A copy whose parameters have shapes only (of ``dtype``, if given); those that are shared stay shared."""
+    modules = list(model.modules())
     copies: dict[int, Any] = {
         id(own): nn.Parameter(
             torch.empty_strided(own.shape, own.stride(), device="meta", dtype=dtype or own.dtype),
             requires_grad=own.requires_grad,
         )
-        for own in model.parameters()
+        for own in {own: None for module in modules for own in module._parameters.values() if own is not None}
     }
     # A module has a dozen dictionaries of hooks, nearly all of them empty: most of what a deep copy would spend.
-    for module in model.modules():
-        copies.update({id(own): OrderedDict() for own in vars(module).values() if type(own) is OrderedDict and not own})
+    for module in modules:
+        copies.update({id(own): type(own)() for own in vars(module).values() if type(own) in _EMPTY and not own})
+    if all(map(_copied_by_fields, modules)):
+        copies.update({id(own): type(own).__new__(type(own)) for own in modules})
+        for module in reversed(modules):
+            vars(copies[id(module)]).update(_fields(module, copies))
     return copy.deepcopy(model, copies)
+
+
+def _copied_by_fields(module: nn.Module) -> bool:
+    """Whether a deep copy of the module is one of its fields, as of nearly all."""
+    kind: Any = type(module)
+    return (
+        kind.__setstate__ is nn.Module.__setstate__
+        and kind.__getstate__ is nn.Module.__getstate__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and kind.__new__ is object.__new__
+        and not hasattr(kind, "__deepcopy__")
+        and "__deepcopy__" not in vars(module)
+    )
+
+
+def _fields(module: nn.Module, copies: dict[int, Any]) -> dict[str, Any]:
+    """Copies of a module's fields: what a deep copy of the whole makes, which takes half as long again."""
+
+    def copied(own: Any) -> Any:
+        if type(own) in _ATOMS:
+            return own
+        known = copies.get(id(own))
+        return copy.deepcopy(own, copies) if known is None else known
+
+    return {
+        name: {key: copied(each) for key, each in own.items()} if name in _OWN and type(own) is dict else copied(own)
+        for name, own in vars(module).items()
+    }
 
 
 def with_buffers(model: nn.Module) -> nn.Module:
