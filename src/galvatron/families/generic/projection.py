@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput
 from galvatron.families.generic.segments import Anatomy
-from galvatron.families.generic.stubs import StubbedModel
+from galvatron.families.generic.stubs import StubbedModel, find_units
 from galvatron.families.layer import Batch
 
 __all__ = ["fusible_projection", "is_called"]
@@ -46,7 +46,8 @@ def fusible_projection(model: Any, anatomy: Anatomy, batch: Batch) -> str | None
 
 def is_called(model: nn.Module, anatomy: Anatomy, batch: Batch, path: str) -> bool:
     """Whether a module runs in the model's forward; some are read by what holds them (MobileBERT's head)."""
-    stubbed = StubbedModel(model, anatomy.lists, anatomy.units)
+    units = find_units(model, anatomy.lists)  # new ones: a unit whose result is known would not run
+    stubbed = StubbedModel(model, anatomy.lists, units)
     stubbed.on_block = lambda call: anatomy.returned(call, anatomy.hidden(call))
     calls: list[str] = []
     stubbed.model.get_submodule(path).register_forward_hook(lambda *_: calls.append(path))

@@ -45,6 +45,8 @@ class Unit:
 
     name: str
     module: nn.Module
+    results: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Of its stand-ins on the meta device, by what they were given."""
 
 
 class Held(nn.Module):
@@ -135,8 +137,6 @@ class StubbedModel:
         self._held = {unit.name: unit.module for unit in units if isinstance(unit.module, Held)}
         self._real = {unit.name: unit.module for unit in units if unit.name in set(real)}
         self._stubs: dict[str, nn.Module] = {}
-        self._results: dict[str, Any] = {}
-        """Of stand-ins on the meta device, by what they were given."""
         self._device: torch.device | None = None
         self._dtype: torch.dtype | None = None
         for unit in units:
@@ -146,7 +146,7 @@ class StubbedModel:
                 self.model.set_submodule(unit.name, unit.module)
             else:
                 stub = self._stubs[unit.name] = self.model.get_submodule(unit.name).to("meta")
-                stub.forward = self._stand_in(unit.name, stub.forward)
+                stub.forward = self._stand_in(unit, stub.forward)
         self.on_block: Callable[[Call], Any] = _stop
         """What a block's stand-in returns."""
         self._forwards = [block.to("meta").forward for block in self.blocks]
@@ -217,18 +217,20 @@ class StubbedModel:
 
         return forward
 
-    def _stand_in(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _stand_in(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        name, results = unit.name, unit.results
+
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             self.log.used.append((name, len(self.log.calls)))
             clean = name in self.watched and not has_nan((args, kwargs))
             fill = 0.0 if clean else torch.nan
-            key = repr((name, tree_map(_outline, (args, kwargs))))
-            if key not in self._results:
+            key = repr((self._dtype, tree_map(_outline, (args, kwargs))))
+            if key not in results:
                 try:
-                    self._results[key] = self._on_meta(forward, args, kwargs)
+                    results[key] = self._on_meta(forward, args, kwargs)
                 except (RuntimeError, NotImplementedError):  # it looks at values (of masks, of sizes of images)
-                    self._results[key] = self._with_zeros(name, args, kwargs)
-            made = self._results[key]
+                    results[key] = self._with_zeros(name, args, kwargs)
+            made = results[key]
             filled = tree_map(lambda own: self._filled(own, fill) if isinstance(own, Tensor) else own, made)
             return depending(filled, (self.tags[name], args, kwargs)) if name in self.tags else filled
 
@@ -268,7 +270,6 @@ class StubbedModel:
         """Buffers to the inputs' device, stand-ins to the dtype of activations."""
         if dtype != self._dtype:
             self._dtype = dtype
-            self._results.clear()
             for stub in self._stubs.values():
                 stub.to(dtype)
         if device == self._device:
