@@ -58,11 +58,12 @@ class Trial:
     """A model with weights, what it is given, and the plan it runs under."""
 
     model: nn.Module
+    layered: LayeredModel
+    """Its layers, without weights."""
     plan: Plan
     batches: Mapping[str, Batch]
     """By what is special about them."""
     targets: Mapping[str, int]
-    example: Batch | None
     loss: LossFunction | None
 
 
@@ -165,7 +166,7 @@ def _prepared(model: nn.Module, plan: Plan, example: Batch | None, loss: LossFun
     plan = replace(plan, model=replace(plan.model, kinds=kinds_of(plan, layered)))
     check_model(plan, layered)
     targets = {name: layered.targets(batch) for name, batch in batches.items()}
-    return Trial(model=model, plan=plan, batches=batches, targets=targets, example=example, loss=loss)
+    return Trial(model=model, layered=layered, plan=plan, batches=batches, targets=targets, loss=loss)
 
 
 def strategies_of(plan: Plan) -> list[Strategy]:

@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 from galvatron.core.errors import InvalidInput, Unequal
 from galvatron.core.spec import Kind
-from galvatron.families.build import without_weights
 from galvatron.families.generic.adapter import Generic, LossFunction, logits_of
 from galvatron.families.generic.balance import asks_for_scores, collect_scores
 from galvatron.families.generic.tensor_rules import TensorRules
 from galvatron.families.layer import Batch
-from galvatron.families.registry import layered_model
 from galvatron.families.weights import ModelWeights
 from galvatron.planner.plan.plan import Plan
 from galvatron.runtime import collectives
@@ -179,9 +177,7 @@ def _with_balance(model: nn.Module, batch: Batch, micro_batches: int) -> Tensor:
 
 
 def _compare(trial: Trial, answers: list[Answer] | None, device: torch.device, rules: TensorRules | None) -> str | None:
-    layered = layered_model(
-        without_weights(trial.model), trial.example, trial.loss, generic=trial.plan.model.family == "generic"
-    )
+    layered = trial.layered
     if rules is not None and isinstance(layered, Generic) and not rules.proven_by(layered.tensor_rules):
         raise NotChecked("a small copy of it would be split otherwise")
     settings = ComputeSettings(device=device, dtype=torch.float32, master_dtype=torch.float32, seed=0)
