@@ -145,11 +145,11 @@ class StubbedModel:
             if unit.name in self._real:
                 self.model.set_submodule(unit.name, unit.module)
             else:
-                stub = self._stubs[unit.name] = self.model.get_submodule(unit.name).to("meta")
+                stub = self._stubs[unit.name] = _bare(self.model.get_submodule(unit.name))
                 stub.forward = self._stand_in(unit, stub.forward)
         self.on_block: Callable[[Call], Any] = _stop
         """What a block's stand-in returns."""
-        self._forwards = [block.to("meta").forward for block in self.blocks]
+        self._forwards = [_bare(block).forward for block in self.blocks]
         for index, block in enumerate(self.blocks):
             block.forward = self._block(index)
         self.watched: frozenset[str] = frozenset()
@@ -305,6 +305,15 @@ class _Uses(TorchFunctionMode):
                 elif own in self._owned:
                     log.outside.append(self._owned[own])
         return function(*args, **(kwargs or {}))
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """A module without weights, whose buffers have shapes only from now on too."""
+    for owner in module.modules():
+        for key, own in owner._buffers.items():
+            if own is not None and not own.is_meta:
+                owner._buffers[key] = own.to("meta")
+    return module
 
 
 def to_meta(values: Any) -> Any:
