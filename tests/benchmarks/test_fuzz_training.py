@@ -11,22 +11,21 @@ from fuzz_training import Drawn, draw, fuzz
 from galvatron.core.spec import Strategy
 
 _SEEDS = range(40)
-_SHORT = (1, 7, 10, 13, 14, 18, 20)
+_SHORT = (7, 10, 13, 18, 20)
 """Cheap ones; the longer run has all."""
-_PAIRS = (1, 2, 3, 4, 5, 6, 9, 11, 12, 14, 15, 18, 21, 22, 23, 24, 26, 28, 29, 31, 32, 33, 37, 39, 41, 42, 45, 46, 47,
-          49, 55, 57, 58)  # fmt: skip
+_PAIRS = (1, 2, 4, 5, 6, 9, 11, 14, 15, 18, 22, 23, 26, 28, 29, 31, 32, 37, 41, 45, 46, 47, 49, 55)
 """Cheap ones on two ranks at most, all 13 models among them."""
 _DIVIDED = (1, 4, 7, 22, 27, 33)
 """… whose sequences are divided: of some models, with rings and Ulysses, parts recomputed, padding and freezing."""
 
 
-_ARCHITECTURES = (1001, 1003)
-"""Cheap ones of any architecture."""
+_ARCHITECTURES = (1001,)
+"""A cheap one of any architecture."""
 
 
-_ADAPTERS = (3, 17, 20)
-"""Cheap ones with adapters of peft, the last two with modules that train in full."""
-_CHANGES = (8, 18, 27)
+_ADAPTERS = (3, 17)
+"""Cheap ones with adapters of peft, the last with modules that train in full."""
+_CHANGES = (8, 18)
 """Cheap ones of models that were changed in memory, and run so."""
 
 
@@ -44,9 +43,9 @@ def test_some_cases() -> None:
     _equal(_SHORT)
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(2))
 def test_cases_on_two_ranks(part: int) -> None:
-    _equal(_PAIRS[part::3], most=2)
+    _equal(_PAIRS[part::2], most=2)
 
 
 def test_divided_sequences() -> None:
