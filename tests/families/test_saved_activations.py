@@ -273,7 +273,7 @@ _TRACED = {
 """Of no family: what it saves is traced."""
 _COMPILED = (
     ("llama", Precision.BF16, 0.0, Attention.FUSED),
-    ("t5-gated", Precision.FP32, 0.1, Attention.EAGER),
+    ("bert", Precision.FP32, 0.1, Attention.EAGER),
 )
 """What ``make test`` has of compiled blocks, each of which takes seconds."""
 
