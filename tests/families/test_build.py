@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Attention, Training
 from galvatron.families import build
-from galvatron.families.build import build_meta
+from galvatron.families.build import build_meta, without_weights
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -130,3 +131,43 @@ def test_the_given_configuration_is_not_changed() -> None:
     build_meta(config, Training(dropout=False, attention=Attention.EAGER))
     assert config.hidden_dropout_prob == 0.1
     assert config._attn_implementation != "eager"
+
+
+class _Copied(nn.Linear):
+    """A module that is not copied by its fields alone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
+        copied = _Copied(self.in_features, self.out_features, bias=False, device="meta")
+        copied.weight = copy.deepcopy(self.weight, memo)
+        return copied.train(self.training)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [nn.Linear(4, 4), nn.MultiheadAttention(4, 2), _Copied(4, 4, bias=False)],
+    ids=lambda own: type(own).__name__,
+)
+def test_a_copy_without_weights_has_all_else_of_its_own(part: nn.Module) -> None:
+    model: Any = nn.Sequential(part, nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight = model[1].weight
+    model[1].settings = {"sizes": [1, 2], "of": part}
+    hook = model[2].register_forward_hook(lambda *_: None)
+    model[0].requires_grad_(False).eval()
+    copied = without_weights(model, torch.bfloat16)
+    assert [(name, type(own)) for name, own in copied.named_modules()] == [
+        (name, type(own)) for name, own in model.named_modules()
+    ]
+    for (name, own), (other, given) in zip(copied.named_parameters(), model.named_parameters(), strict=True):
+        assert (name, own.shape, own.requires_grad) == (other, given.shape, given.requires_grad)
+        assert own.is_meta
+        assert own.dtype == torch.bfloat16
+    assert copied[2].weight is copied[1].weight
+    assert copied[1].settings == {"sizes": [1, 2], "of": copied[0]}
+    assert copied[1].settings["sizes"] is not model[1].settings["sizes"]
+    assert not copied[0].training
+    assert copied[1].training
+    assert hook.id in copied[2]._forward_hooks
+    copied[1].running_mean += 1
+    copied[0].register_forward_hook(lambda *_: None)
+    assert not model[1].running_mean.any()
+    assert not model[0]._forward_hooks

@@ -144,7 +144,5 @@ def test_a_model_with_other_parameters_than_its_configurations_is_described_firs
     model = Qwen3ForCausalLM(config)
     galvatron.plan(model, "cpu-4", devices=1, batch=8)
     model.lm_head = torch.nn.Linear(8, 16, bias=True)
-    with pytest.raises(
-        InvalidInput, match=r"parameter lm_head.bias is \(16,\), by its configuration missing"
-    ):
+    with pytest.raises(InvalidInput, match=r"parameter lm_head.bias is \(16,\), by its configuration missing"):
         galvatron.plan(model, "cpu-4", devices=1, batch=8)
