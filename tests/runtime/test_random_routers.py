@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 import galvatron
-from galvatron.core.errors import InvalidInput
 from galvatron.runtime.drawing import draws
 from galvatron.runtime.randomness import LayerRandomness
 
@@ -94,25 +93,19 @@ def test_what_draws_is_found_in_figures_and_in_code() -> None:
     assert drawing(nn.Sequential(nn.Dropout2d(0.1), nn.Dropout(0.0), nn.RReLU())) == {"Dropout2d", "RReLU"}
 
 
-def _randomness(*, split: bool) -> LayerRandomness:
-    return LayerRandomness(
-        device=torch.device("cpu"), seed=0, layer=3, rows=0, tensor=0, split=split, sequence=False, needed=None
-    )
+def _randomness() -> LayerRandomness:
+    return LayerRandomness(device=torch.device("cpu"), seed=0, layer=3, rows=0, tensor=0, sequence=False, needed=None)
 
 
 def test_what_draws_without_a_word_is_seen_in_the_first_forward() -> None:
-    first, again = _randomness(split=False), []
+    drawing, numbers = _randomness(), []
     for _ in range(2):
-        first.begin((0, 0))
-        with first.watched():
-            again.append(torch.rand(3))
-    assert torch.equal(*again)
-    quiet = _randomness(split=True)
+        drawing.begin((0, 0))
+        with drawing.watched():
+            numbers.append(torch.rand(3))
+    assert torch.equal(*numbers)
+    quiet = _randomness()
     quiet.begin((0, 0))
     with quiet.watched():
         torch.ones(3)
     assert quiet.needed is False
-    loud = _randomness(split=True)
-    loud.begin((0, 0))
-    with pytest.raises(InvalidInput, match="layer 3 draws random numbers"), loud.watched():
-        torch.rand(3)

@@ -62,6 +62,7 @@ def test_what_the_plan_has_otherwise_is_refused(setup: dict[str, Any], named: st
 def test_what_only_planning_reads_is_called_unread(caplog: pytest.LogCaptureFixture) -> None:
     plan = _plan()
     check_said({"space": "full", "paper": False, "batch": 8, "precision": "fp32", "dropout": False}, plan)
+    check_said({"batch": "best", "memory": plan.memory_budget_bytes}, plan)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         check_said({"pin": "head=dp2", "pipeline": 2}, plan, cluster="h100-8")

@@ -31,6 +31,8 @@ _TRACING = 4
 def load_any_model(source: str | Path | dict[str, Any], training: Training) -> ModelSpec:
     """The model that ``source`` names, trained that way: as :func:`galvatron.families.load_model`, of every
     architecture of transformers that can be traced, and with parameters frozen."""
+    if source == "":
+        raise InvalidInput("model: '' given; expected a preset's name ('galvatron models'), a file or a folder")
     spec = _load(source, training.untuned())
     return _tuned(spec, training) if training.tunes else spec
 

@@ -225,7 +225,6 @@ class _Assembler:
             layer=index,
             rows=coordinate(self.position.index, strategy.gradient_factors),
             tensor=coordinate(self.position.index, strategy.factors(Kind.TP)),
-            split=strategy.degree(Kind.TP) > 1,
             sequence=strategy.sequence_parallel,
             needed=draws(layer.drawing_modules()) or None,
         )

@@ -57,8 +57,6 @@ class LayerRandomness:
     """Which rows of the batch, and which of their tokens, this rank computes: its number among those with others."""
     tensor: int
     """Number among the tensor-parallel ranks."""
-    split: bool
-    """Whether there are several of these."""
     sequence: bool
     """Sequence parallelism: outside the split parts ranks hold different tokens."""
     needed: bool | None
@@ -78,18 +76,16 @@ class LayerRandomness:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a forward in training, after :meth:`begin`: where it is not known, find out whether it draws."""
+        """Around a forward in training, after :meth:`begin`: where it is not known, find out whether it draws.
+
+        Where it does under TP, ranks draw alike in split parts, too: nothing tells them where these begin.
+        """
         if self.needed is not None:
             yield
             return
         before = self._generator().get_state()
         yield
         self.needed = not torch.equal(before, self._generator().get_state())
-        if self.needed and self.split:
-            raise InvalidInput(
-                f"layer {self.layer} draws random numbers in training, although no dropout, noise or call in its code "
-                "says so, so TP ranks would draw different ones where they must agree; plan without TP"
-            )
 
     def inside(self) -> None:
         """Entering a split part: every rank its own numbers."""

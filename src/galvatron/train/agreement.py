@@ -9,7 +9,7 @@ from galvatron.core.errors import InvalidInput
 from galvatron.core.units import format_bytes, parse_bytes
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import training_of
+from galvatron.planner.plan.setup import BEST, training_of
 
 __all__ = ["check_said"]
 
@@ -33,6 +33,8 @@ def check_said(setup: Setup, plan: Plan, *, cluster: str | None = None) -> None:
     said: dict[str, Any] = {
         name: value for name, value in setup.items() if value is not None and value != _NOT_SAID.get(name)
     }
+    if said.get("batch") == BEST:
+        del said["batch"]  # whichever it was
     for name in ("batch", "schedule", "memory", *_OF_TRAINING):
         if name in said:
             _compare(name, said[name], _planned(name, plan))

@@ -45,7 +45,7 @@ from galvatron.planner.plan.profiled import as_profiled, profile_for
 from galvatron.planner.search import CutRule
 from galvatron.planner.space import PAPER, default_switches, space_named
 
-__all__ = ["Setup", "Source", "cluster_for", "request_for", "training_of", "with_adapters"]
+__all__ = ["BEST", "Setup", "Source", "cluster_for", "request_for", "training_of", "with_adapters"]
 
 Source = str | Path | dict[str, Any]
 """What names a model: a preset's name, a file or folder, or the content of a Hugging Face configuration."""
@@ -70,8 +70,6 @@ def request_for(
     ``load``: how a model's facts are found; the default knows what can be counted without torch.
     """
     setup = checked_setup(setup)
-    if model == "":
-        raise InvalidInput("model: '' given; expected a preset's name ('galvatron models'), a file or a folder")
     paper = setup.get("paper", False)
     if paper:
         _reject_contradictions(setup)
