@@ -42,8 +42,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "electra": ("ElectraForMaskedLM", {"embedding_size": 64}),
     "umt5": ("UMT5ForConditionalGeneration", {"num_layers": 4, "num_decoder_layers": 4}),
 }
-_IN_ONE_STAGE, _IN_PIPELINES = ("phi3",), ("gpt_neox", "modernbert", "opt")
-"""What ``make test`` has: packed projections; parallel residuals, no causal mask, numbers of heads.
+_IN_ONE_STAGE, _IN_PIPELINES = ("phi3",), ("gpt_neox", "opt")
+"""What ``make test`` has: packed projections; parallel residuals, numbers of heads.
 ``test_experts`` has norms of heads, ``test_unknown_family`` tied weights. The longer run has all in one stage and in
 two."""
 _TENSOR = ("dp2-tp2", "tp4", "sdp2-tp2+rc", "sdp4", "tp2-dp2", "tp2-sdp2", "dp4+zero2")

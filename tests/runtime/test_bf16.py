@@ -66,7 +66,7 @@ _HEADS = {"openai-gpt": "OpenAIGPTLMHeadModel", "m2m_100": "M2M100ForConditional
     ("kind", "content"),
     [
         ("openai-gpt", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}),
-        (
+        longer(
             "m2m_100",
             {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 40}
             | {"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},

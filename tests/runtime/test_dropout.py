@@ -159,7 +159,7 @@ def _checkpointed(case: Case, plan: galvatron.Plan, batch: dict[str, Tensor]) ->
     return ""
 
 
-@pytest.mark.parametrize(("strategy", "refused"), [("tp2", True), longer("dp2", False)])
+@pytest.mark.parametrize(("strategy", "refused"), [("tp2", True), ("tp2+rc", True), longer("dp2", False)])
 def test_a_checkpoint_of_the_models_own_is_refused_where_ranks_would_draw_anew(strategy: str, refused: bool) -> None:
     """In its recompute TP ranks would count parts that forward did not have."""
     case = with_dropout("gpt2", strategy)

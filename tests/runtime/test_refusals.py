@@ -152,6 +152,7 @@ galvatron.parallelize(None, galvatron.Plan.load({plan!r}), device="cpu")
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_started_wrongly_ends_in_one_line(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan_for(_CASE).save(plan)

@@ -41,14 +41,14 @@ def _plan(**changes: Any) -> Plan:
     [
         ({"batch": 4}, "batch: 4 given, but the plan is for 8"),
         ({"batch": "4"}, "batch: 4 given, but the plan is for 8"),
-        ({"precision": "bf16"}, "precision: 'bf16' given, but the plan is for fp32"),
-        ({"dropout": True}, "dropout: True given, but the plan is for none"),
+        ({"precision": "bf16"}, "precision: bf16 given, but the plan is for fp32"),
+        ({"dropout": True}, "--dropout given, but the plan was made without"),
         ({"sequence_length": 77}, "sequence-length: 77 given"),
-        ({"attention": "eager"}, "attention: 'eager' given, but the plan is for fused"),
-        ({"compile": True}, "compile: True given, but the plan is for none"),
-        ({"schedule": "gpipe"}, "schedule: 'gpipe' given, but the plan is for 1f1b"),
+        ({"attention": "eager"}, "attention: eager given, but the plan is for fused"),
+        ({"compile": True}, "--compile given, but the plan was made without"),
+        ({"schedule": "gpipe"}, "schedule: gpipe given, but the plan is for 1f1b"),
         ({"memory": "1MiB"}, "memory: 1.00 MiB given, but the plan is for"),
-        ({"optimizer": "sgd"}, "optimizer: 'sgd' given, but the plan is for adamw"),
+        ({"optimizer": "sgd"}, "optimizer: sgd given, but the plan is for adamw"),
         ({"freeze": "lm_head"}, "freeze: lm_head given, but the plan was made with none"),
         ({"lora": 4}, "lora: the plan was made for other adapters, or for none"),
     ],
@@ -115,17 +115,9 @@ def test_a_run_goes_on_with_the_weight_decay_that_is_asked_for(tmp_path: Path) -
     assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.5, [0.8, 0.9]), (0.0, [0.8, 0.9])]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"learning_rate": float("inf")}, "learning-rate: inf given; expected a number above 0"),
-        ({"trace_step": 9, "steps": 2}, "trace: step 9 given, but the run has 2"),
-    ],
-)
-def test_settings_that_no_run_can_have(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidInput) as refused:
-        Settings(**wrong)
-    assert named in str(refused.value)
+def test_a_rate_that_no_run_can_have() -> None:
+    with pytest.raises(InvalidInput, match="learning-rate: inf given; expected a number above 0"):
+        Settings(learning_rate=float("inf"))
 
 
 def test_all_data_to_evaluate_on_are_read_and_few_that_were_held_out() -> None:

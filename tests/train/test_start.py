@@ -451,9 +451,13 @@ def test_a_rank_of_torchrun_goes_on_as_it_is_asked_to(
     started(str(other), Settings(steps=6, learning_rate=1e-2), resume=True)
     now, settings = folder.load()
     assert (len(now.stages), settings.steps, settings.learning_rate) == (2, 6, 1e-2)
-    with pytest.raises(InvalidInput, match="precision: 'bf16' given, but the plan is for fp32"):
+    with pytest.raises(InvalidInput, match="precision: bf16 given, but the plan is for fp32"):
         started(None, Settings(steps=9), resume=True, setup={"precision": "bf16"})
     assert folder.load()[1].steps == 6
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(InvalidInput, match="already holds a run"):
+        started(plan_file, Settings(steps=9), resume=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     started(None, Settings(steps=9), resume=True)
     assert folder.load()[1].steps == 6, "a start after a failure repeats what was asked for first"

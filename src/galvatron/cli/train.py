@@ -231,7 +231,11 @@ def _settings(out: Path, said: dict[str, Any], resume: bool) -> Settings:
     if said.get("clip") == 0:
         said["clip"] = None
     file = RunFolder(out).settings_file
-    return replace(Settings.load(file), **said) if resume and file.exists() else Settings(**said)
+    settings = replace(Settings.load(file), **said) if resume and file.exists() else Settings(**said)
+    trace = said.get("trace_step")
+    if trace is not None and trace > settings.steps and settings.epochs is None:
+        raise InvalidInput(f"trace: step {trace} given, but the run has {settings.steps}")
+    return settings
 
 
 def _chosen(given: str, known: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 A failing rank leaves its error in the store that the ranks rendezvous through before it ends. The others then fail
 too, usually because a connection broke; they look there, and say whose error it was instead of printing their own. What
 every rank finds wrong by itself (a plan that does not fit the model) is printed once, by rank 0, without a traceback.
+Before the ranks have met, each prints its own.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def _say_input(kind: type[BaseException], error: BaseException, trace: Traceback
         sys.__excepthook__(kind, error, trace)
         return
     print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+    sys.stdout.flush()
     os._exit(error.exit_status)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -42,16 +41,17 @@ def _draws(module: nn.Module) -> bool:
             return True
     if type(module).__module__.startswith("torch."):
         return False
-    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
-    return isinstance(forward, FunctionType) and _calls_draw(forward, module, set(), _DEEP)
+    forward = getattr(module.forward, "__func__", module.forward)
+    forward = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
+    return isinstance(forward, FunctionType) and _calls_draw(forward, module, {}, _DEEP)
 
 
-def _calls_draw(function: FunctionType, module: nn.Module, seen: set[CodeType], deep: int) -> bool:
+def _calls_draw(function: FunctionType, module: nn.Module, seen: dict[CodeType, int], deep: int) -> bool:
     """Whether a function, or one that it calls, draws without being told to by a figure, which is off here."""
     code = function.__code__
-    if code in seen or deep == 0:
+    if seen.get(code, 0) >= deep:
         return False
-    seen.add(code)
+    seen[code] = deep
     names = set(_names(code))
     told = any(map(_is_switch, names)) or any("drop" in name for name in code.co_varnames[: code.co_argcount])
     if names & _CALLS and not told:
@@ -71,8 +71,8 @@ def _called(function: FunctionType, names: Iterable[str], module: nn.Module) -> 
     """Functions of these names beside this one, and methods of the module, but for PyTorch's."""
     for name in names:
         for found in (function.__globals__.get(name), getattr(type(module), name, None)):
-            called: Any = inspect.unwrap(found) if callable(found) else None
-            if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+            called = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+            if isinstance(called, FunctionType) and not (called.__module__ or "").startswith("torch."):
                 yield called
 
 

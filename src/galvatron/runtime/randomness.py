@@ -20,15 +20,6 @@ from galvatron.core.errors import InvalidInput
 __all__ = ["LayerRandomness", "RandomState", "restored"]
 
 
-_NONE = -1
-
-
-def _running_backward() -> int:
-    """Its number, or that of none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
 @contextmanager
 def restored(device: torch.device) -> Iterator[None]:
     """Leave the default generators as they were found."""
@@ -65,14 +56,17 @@ class LayerRandomness:
     _step: tuple[int, int] | None = None
     """Iteration and micro-batch; None while nothing is drawn."""
     _part: int = 0
-    _backward: int = _NONE
-    """The backward in which the layer began: it is recomputed."""
+    _ended: bool = False
 
     def begin(self, step: tuple[int, int] | None) -> None:
         """At the start of the layer's forward, the recomputed one too; None: it draws nothing (evaluation)."""
         self._step = step if self.needed is not False else None
-        self._part, self._backward = 0, _running_backward()
+        self._part, self._ended = 0, False
         self.outside()
+
+    def end(self) -> None:
+        """At the end of that forward: nothing of the layer runs until it begins again."""
+        self._ended = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -99,7 +93,7 @@ class LayerRandomness:
     def _seed(self, who: int) -> None:
         if self._step is None:
             return
-        if _running_backward() != self._backward:
+        if self._ended:
             raise InvalidInput(
                 f"layer {self.layer}: a part of it is recomputed in backward by a checkpoint of the model's own, where "
                 "TP ranks would draw other random numbers than in forward; remove torch.utils.checkpoint and plan with "

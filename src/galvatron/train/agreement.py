@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Attention
 from galvatron.core.units import format_bytes, parse_bytes
 from galvatron.planner.plan.options import Setup
 from galvatron.planner.plan.plan import Plan
@@ -17,11 +18,9 @@ _LOG = logging.getLogger(__name__)
 _OF_TRAINING = (
     "precision", "attention", "dropout", "sequence_length", "image_size", "optimizer", "compile", "float8",
 )  # fmt: skip
-_COMPARED = frozenset(
-    {*_OF_TRAINING, "batch", "schedule", "memory", "freeze", "train_only"}
-    | {"lora", "lora_alpha", "lora_targets", "lora_full"}
-)
-_NOT_SAID = {"space": "full", "paper": False}
+_COMPARED = ("batch", "schedule", "memory", *_OF_TRAINING)
+_TUNING = ("freeze", "train_only", "lora", "lora_alpha", "lora_targets", "lora_full")
+_DEFAULTS = {"space": "full", "paper": False}
 
 
 def check_said(setup: Setup, plan: Plan, *, cluster: str | None = None) -> None:
@@ -31,15 +30,16 @@ def check_said(setup: Setup, plan: Plan, *, cluster: str | None = None) -> None:
     uses what is left.
     """
     said: dict[str, Any] = {
-        name: value for name, value in setup.items() if value is not None and value != _NOT_SAID.get(name)
+        name: value for name, value in setup.items() if value is not None and value != _DEFAULTS.get(name)
     }
     if said.get("batch") == BEST:
         del said["batch"]  # whichever it was
-    for name in ("batch", "schedule", "memory", *_OF_TRAINING):
-        if name in said:
-            _compare(name, said[name], _planned(name, plan))
+    if plan.model.training.attention is Attention.PAPER:
+        said.pop("attention", None)  # which is eager attention, as the paper counts it
+    for name in (name for name in _COMPARED if name in said):
+        _compare(name, said[name], _planned(name, plan))
     _check_tuning(setup, plan)
-    unread = sorted(name.replace("_", "-") for name in said.keys() - _COMPARED)
+    unread = sorted(name.replace("_", "-") for name in said.keys() - {*_COMPARED, *_TUNING})
     unread += [] if cluster is None else ["cluster"]
     if unread:
         _LOG.warning(
@@ -59,17 +59,19 @@ def _planned(name: str, plan: Plan) -> Any:
 
 
 def _compare(name: str, said: Any, planned: Any) -> None:
-    shown = planned
     if name == "memory":
-        said, shown = parse_bytes(said, where=name), format_bytes(planned)
+        said = parse_bytes(said, where=name)
     if name == "batch" and isinstance(said, str) and said.isdecimal():
         said = int(said)
     if said == planned or (name == "dropout" and planned is None and said):
         return
     option = name.replace("_", "-")
-    given = format_bytes(said) if name == "memory" else repr(said) if isinstance(said, str) else said
-    was = {None: "the model's own", True: "it", False: "none"}.get(shown, shown)
-    raise InvalidInput(f"{option}: {given} given, but the plan is for {was}; plan anew for that, or leave it out")
+    if isinstance(said, bool):
+        given, was = f"--{'' if said else 'no-'}{option} given", "without" if said else "with it"
+        raise InvalidInput(f"{given}, but the plan was made {was}; plan anew, or leave it out")
+    shown = [format_bytes(each) if name == "memory" else str(each) for each in (said, planned)]
+    made = "none" if planned is None else shown[1]
+    raise InvalidInput(f"{option}: {shown[0]} given, but the plan is for {made}; plan anew for that, or leave it out")
 
 
 def _check_tuning(setup: Setup, plan: Plan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,11 @@ def check_weights(folder: str, config: Mapping[str, Any], training: Training, *,
     if not file.is_file():
         return
     content = parse(read_text(file, "a model's configuration"), str(file), "JSON")
-    if content.get("model_type") == config.get("model_type"):
+    if not isinstance(content, Mapping) or content.get("model_type") != config.get("model_type"):
+        return
+    with suppress(InvalidInput):  # weights that fit are enough
         other = different_fields(read_config(config), read_config(content))
-        # Sizes are those of the weights, which fit; labels are the new task's.
+        # Sizes are those of the weights; labels are the new task's.
         other = {name: values for name, values in other.items() if name not in _OF_THE_TASK}
         if other:
             _LOG.warning(

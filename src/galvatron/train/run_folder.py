@@ -122,6 +122,15 @@ class RunFolder:
         return self.path / "outcome.json"
 
     @property
+    def launch_file(self) -> Path:
+        """What torchrun calls the start of the processes that run."""
+        return self.path / "launch.txt"
+
+    @property
+    def launch(self) -> str | None:
+        return self.launch_file.read_text(encoding="utf-8") if self.launch_file.is_file() else None
+
+    @property
     def start_file(self) -> Path:
         """When the processes were started, and how long what came before took."""
         return self.path / "start.json"

@@ -107,8 +107,6 @@ class Settings:
                 raise InvalidInput(f"{_option(name)}: {getattr(self, name)} given; expected a number from 0 to below 1")
         if self.warmup is not None and self.warmup > self.steps and self.epochs is None:
             raise InvalidInput(f"warmup: {self.warmup} steps given, but the run has {self.steps}; give fewer")
-        if self.trace_step is not None and self.trace_step > self.steps and self.epochs is None:
-            raise InvalidInput(f"trace: step {self.trace_step} given, but the run has {self.steps}")
         if self.evaluate_every is not None and not self.held_out:
             raise InvalidInput("held-out: 0 given, but evaluations are asked for; give a share above 0")
 

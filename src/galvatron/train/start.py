@@ -72,6 +72,10 @@ def is_plan(source: str) -> bool:
     return isinstance(content, dict) and "stages" in content
 
 
+def _given_plan(asked: Asked) -> Plan | None:
+    return Plan.load(asked.source) if asked.source is not None and is_plan(asked.source) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Screen:
     """What people are shown on the way."""
@@ -159,14 +163,14 @@ def _as_rank(asked: Asked, folder: RunFolder) -> None:
     """Under torchrun this process is one of the ranks; the plan must be there, because planning needs all of them."""
     from galvatron.train.worker import train_rank
 
-    begun = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and folder.plan_file.exists()
-    if not (asked.resume or begun) and (asked.source is None or not is_plan(asked.source)):
+    if not asked.resume and _given_plan(asked) is None:
         raise InvalidInput(
             f"under torchrun a plan is needed, but {asked.source!r} given; make one first: torchrun … -m galvatron "
             "profile cluster -o cluster.toml, then galvatron plan … --cluster cluster.toml -o plan.json"
         )
     if os.environ["RANK"] == "0":  # the others read what it writes when all have joined
-        if begun:  # what was asked for is written down
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        if restarted and folder.launch == _launch():  # what was asked for is written down
             folder.forget_endings()
         else:
             _begin_as_rank(asked, folder)
@@ -177,17 +181,22 @@ def _begin_as_rank(asked: Asked, folder: RunFolder) -> None:
     """Write down what the ranks are about to do."""
     (folder.check_started if asked.resume else folder.check_new)()
     run = Plan.load(folder.plan_file) if asked.resume else None
-    given = asked.source is not None and is_plan(asked.source)
-    plan = Plan.load(asked.source) if given and asked.source is not None else run
+    plan = _given_plan(asked) or run
     assert plan is not None
-    _as_planned(asked, plan, goes_on_with=run)
     _check_runnable(plan)
+    _check_agreed(asked, plan, goes_on_with=run)
     settings = asked.settings
     if settings.epochs is not None:
         settings = settings.with_steps(_check_inputs(_subject(asked, folder), settings, folder), plan.batch)
     folder.begin(plan, settings)
+    folder.launch_file.write_text(_launch(), encoding="utf-8")
     if not asked.resume:
         folder.config_file.write_text(asked.config, encoding="utf-8")
+
+
+def _launch() -> str:
+    """What torchrun calls this start of all its processes, restarts included."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 # Plans
@@ -204,9 +213,9 @@ class _Subject:
 
 def _subject(asked: Asked, folder: RunFolder) -> _Subject:
     """Of the plan, where there is one, or of the model."""
-    given = asked.source is not None and is_plan(asked.source)
-    if asked.resume or given:
-        plan = Plan.load(asked.source if given and asked.source is not None else folder.plan_file)
+    given = _given_plan(asked)
+    if asked.resume or given is not None:
+        plan = given or Plan.load(folder.plan_file)
         _check_runnable(plan)
         assert plan.model.config is not None
         return _Subject(plan.model.config, plan.model.training, plan.model.family == "generic")
@@ -224,26 +233,28 @@ def _subject(asked: Asked, folder: RunFolder) -> _Subject:
 def _first_plan(asked: Asked, folder: RunFolder, screen: Screen, phases: Phases) -> Plan:
     if asked.resume:
         plan = Plan.load(folder.plan_file)
-        if asked.source is not None and is_plan(asked.source):
-            return _as_planned(asked, Plan.load(asked.source), goes_on_with=plan)
+        given = _given_plan(asked)
+        if given is not None:
+            return _check_agreed(asked, given, goes_on_with=plan)
         wanted = asked.devices or (_devices_here() if asked.replan else plan.cluster.devices)
         if wanted == plan.cluster.devices:
-            return _as_planned(asked, plan)
+            return _check_agreed(asked, plan)
         if wanted < plan.cluster.devices:
             return replanned(asked, plan, wanted)
         return _planned(asked, plan.model.spec(), {**asked.setup, "batch": plan.batch}, wanted, screen, phases)
     assert asked.source is not None
-    if is_plan(asked.source):
-        plan = Plan.load(asked.source)
+    given = _given_plan(asked)
+    if given is not None:
+        plan = given
         if asked.devices not in (None, plan.cluster.devices):
             raise InvalidInput(
                 f"devices: {asked.devices} given, but the plan is for {plan.cluster.devices}; plan anew for that many"
             )
-        return _as_planned(asked, plan)
+        return _check_agreed(asked, plan)
     return _planned(asked, asked.source, asked.setup, asked.devices or _devices_here(), screen, phases)
 
 
-def _as_planned(asked: Asked, plan: Plan, *, goes_on_with: Plan | None = None) -> Plan:
+def _check_agreed(asked: Asked, plan: Plan, *, goes_on_with: Plan | None = None) -> Plan:
     """The plan, if what else is said agrees with it, and it is for the model of the run that it goes on with."""
     check_said(asked.setup, plan, cluster=asked.said_cluster)
     if goes_on_with is not None:
@@ -306,8 +317,9 @@ def _with_adapters(asked: Asked) -> Asked:
     from galvatron.families.adapter_weights import adapter_lora
 
     lora = adapter_lora(Path(asked.settings.adapters))
-    planned = asked.source is not None and is_plan(asked.source) and Plan.load(asked.source).model.training.lora
-    if planned and replace(lora, targets=planned.targets, full=planned.full) == planned:
+    plan = _given_plan(asked)
+    planned = None if plan is None else plan.model.training.lora
+    if planned is not None and replace(lora, targets=planned.targets, full=planned.full) == planned:
         lora = planned  # peft lists the projections that a plan has by a pattern; names are compared when they are read
     return replace(asked, setup=with_adapters(asked.setup, lora))
 

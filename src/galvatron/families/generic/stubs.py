@@ -224,7 +224,7 @@ class StubbedModel:
             self.log.used.append((name, len(self.log.calls)))
             clean = name in self.watched and not has_nan((args, kwargs))
             fill = 0.0 if clean else torch.nan
-            key = repr((self._dtype, tree_map(_outline, (args, kwargs))))
+            key = repr((self._dtype, self.model.training, tree_map(_outline, (args, kwargs))))
             if key not in results:
                 try:
                     results[key] = self._on_meta(forward, args, kwargs)

@@ -55,8 +55,11 @@ class StageLayer(nn.Module):
     def forward(self, activations: Activations, context: Any, step: tuple[int, int]) -> Activations:
         def run(*tensors: torch.Tensor) -> Activations:
             self._randomness.begin(step if self.training else None)
-            with self._randomness.watched() if self.training else nullcontext():
-                output: Activations = self.layer(tensors, context)
+            try:
+                with self._randomness.watched() if self.training else nullcontext():
+                    output: Activations = self.layer(tensors, context)
+            finally:
+                self._randomness.end()
             return output
 
         if self.after_backward is not None and activations and torch.is_grad_enabled():
