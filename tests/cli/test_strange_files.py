@@ -216,6 +216,14 @@ def test_a_configuration_of_figures_that_nothing_has(tmp_path: Path, run: Run, f
     assert error.startswith("error: ")
 
 
+def test_too_many_layers_of_a_model_of_unknown_family(tmp_path: Path, run: Run) -> None:
+    """They would be built one by one."""
+    content = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 100_000}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    told = run("plan", str(tmp_path / "config.json"), "--cluster", "titan-rtx-8", "--batch", "8")
+    _refused(told, "num_hidden_layers of its configuration is 100,000; expected at most 2,048")
+
+
 def test_square_brackets_in_a_name_are_no_markup(tmp_path: Path, run: Run) -> None:
     name = str(tmp_path / "plan[v2].json")
     assert f"written to {name}" in run(*_PLAN, "-o", name)[1]

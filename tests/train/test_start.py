@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +21,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from galvatron.core.errors import InvalidInput, RankFailure
+from galvatron.core.spec.tuning import Lora
 from galvatron.planner.plan.plan import Plan
-from galvatron.planner.plan.setup import Setup
+from galvatron.planner.plan.setup import Setup, training_of
 from galvatron.train import launch, start
 from galvatron.train.checkpoints.folder import complete
 from galvatron.train.checkpoints.manifest import MANIFEST
@@ -29,7 +31,7 @@ from galvatron.train.launch import _ended, _signals_passed_on
 from galvatron.train.metrics import read_metrics
 from galvatron.train.run_folder import RunFolder
 from galvatron.train.settings import Settings
-from galvatron.train.start import Asked, is_plan, replanned
+from galvatron.train.start import Asked, Screen, is_plan, replanned
 
 _LIMIT_S = 240.0
 
@@ -461,3 +463,33 @@ def test_a_rank_of_torchrun_goes_on_as_it_is_asked_to(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     started(None, Settings(steps=9), resume=True)
     assert folder.load()[1].steps == 6, "a start after a failure repeats what was asked for first"
+
+
+def test_adapters_of_a_plan_that_names_them_by_a_pattern(
+    tmp_path: Path, plan_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft lists the projections; their rank and alpha must be the plan's."""
+    plan = Plan.load(plan_file)
+    adapted = Lora(rank=4, alpha=8.0)
+    training = replace(plan.model.training, lora=adapted)
+    planned = replace(plan, model=replace(plan.model, training=training))
+    monkeypatch.setattr(start, "_given_plan", lambda _: planned)
+    for alpha, taken in ((8.0, True), (32.0, False)):
+        content = {"r": 4, "lora_alpha": alpha, "target_modules": ["query", "value"]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+        settings = Settings(adapters=str(tmp_path))
+        asked = Asked(source=plan_file, out=tmp_path, settings=settings, setup={})
+        lora = training_of(start._with_adapters(asked).setup).lora
+        assert lora is not None
+        assert lora.asks_for(adapted) == taken
+
+
+def test_epochs_that_a_run_has_done_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_to_end(tmp_path / "run", plan_of(["dp2"] * 4), Settings(steps=2))
+    said: list[str] = []
+    screen = Screen(plan=lambda _: None, say=said.append, measuring=cast("Any", None))
+    monkeypatch.setattr("galvatron.train.launch.launch", lambda *_: pytest.fail("it was launched"))
+    settings = replace(run.folder.load()[1], epochs=1e-9)
+    start.train(Asked(source=None, out=run.folder.path, settings=settings, setup={}, resume=True), screen)
+    assert "is finished: all 1 steps are done" in said[-1]
+    assert run.folder.load()[1].steps == 2

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from newcomer import chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from galvatron.core.errors import InvalidInput
 from galvatron.train.checkpoints.companions import keep_companions, write_companions
 
 
@@ -57,3 +59,11 @@ def test_a_run_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     missing, _ = _exported(source, tmp_path / "out", tmp_path / "kept")
     assert missing is not None
     assert "no tokenizer" in missing
+
+
+def test_what_is_no_file_is_not_copied(tmp_path: Path) -> None:
+    """A device would never end."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(InvalidInput, match=r"tokenizer.json: is no file"):
+        write_companions(tmp_path / "kept", tmp_path / "out", None)
