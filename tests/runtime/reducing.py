@@ -12,7 +12,8 @@ from parity import build
 from torch import Tensor
 
 import galvatron
-from galvatron.runtime.data_parallel.sharded import FsdpReduceScatter, ShardedUnit
+from galvatron.runtime.data_parallel.fsdp_memory import FsdpReduceScatter
+from galvatron.runtime.data_parallel.sharded import ShardedUnit
 
 __all__ = ["reduce"]
 

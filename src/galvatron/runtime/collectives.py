@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, ReduceOp
 
 # Named anew in torch 2.13, where the old names warn.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "AllReduce",
     "ReduceScatter",
     "all_gather",
+    "all_gather_into",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
@@ -69,7 +70,7 @@ class AllGather(_Started):
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         self._given = tensor.contiguous()
         self._result = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-        self._work = _gather(self._result, self._given, group=group, async_op=True)
+        self._work = all_gather_into(self._result, self._given, group=group, async_op=True)
 
 
 class ReduceScatter(_Started):

@@ -1,4 +1,4 @@
-"""Where reduced gradients get their memory, with streams that only tell who is current: there is no GPU here. Which
+"""Where FSDP2's messages get their memory, with streams that only tell who is current: there is no GPU here. Which
 results of reductions become gradients is FSDP2's own doing, watched on CPU ranks."""
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ from ranks import ranks
 from reducing import reduce
 from small_models import LAYERS, config
 
-from galvatron.runtime.data_parallel.sharded import FsdpReduceScatter
+from galvatron.runtime.data_parallel.fsdp_memory import FsdpAllGather, FsdpReduceScatter
 
 CPU = torch.device("cpu")
 
 
+class _Stream(str):
+    """A name, and whom it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.waits: list[str] = []
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waits.append(other)
+
+
 class _Streams:
-    """CUDA's, as far as they are used: names. Notes which one each tensor is taken from, and who else uses it."""
+    """CUDA's, as far as they are used. Notes which one each tensor is taken from, and who else uses it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = "computing"
+        self.current = _Stream("computing")
         self.taken: list[str] = []
         self.recorded: list[str] = []
         empty = torch.empty
@@ -38,7 +48,7 @@ class _Streams:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.recorded.append(stream))
 
     @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
+    def on(self, stream: _Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         yield
         self.current = before
@@ -46,9 +56,37 @@ class _Streams:
     def reduce(self, reduction: FsdpReduceScatter) -> None:
         """As FSDP2 does."""
         reduction.allocate((8,), dtype=torch.float32, device=CPU)
-        with self.on("reducing"):
+        with self.on(_Stream("reducing")):
             output = reduction.allocate((2,), dtype=torch.float32, device=CPU)
         assert output.shape == (2,)
+
+    def gather(self, gathering: FsdpAllGather, stream: _Stream) -> list[str]:
+        """As FSDP2 does; whom the stream it gathers on has waited for."""
+        with self.on(stream):
+            output = gathering.allocate((16,), dtype=torch.float32, device=CPU)
+        assert output.shape == (16,)
+        return stream.waits
+
+
+def test_what_is_gathered_has_the_memory_of_activations_once_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    waits = streams.gather(FsdpAllGather(CPU), _Stream("gathering"))
+    assert (streams.taken, waits) == (["computing"], ["computing"])
+
+
+def test_what_is_gathered_on_the_computing_stream_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    waits = streams.gather(FsdpAllGather(CPU), streams.current)
+    assert (streams.taken, waits) == (["computing"], [])
+
+
+def test_what_is_gathered_is_taken_from_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch)
+    gathering = FsdpAllGather(CPU)
+    streams.current = _Stream("another")
+    gathering.expect()
+    waits = streams.gather(gathering, _Stream("gathering"))
+    assert (streams.taken, waits) == (["another"], ["another"])
 
 
 def test_what_becomes_the_gradient_has_the_memory_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +106,7 @@ def test_what_is_only_added_to_it_is_free_for_the_next_reduction_at_once(monkeyp
 def test_the_stream_that_trains_counts_not_the_one_that_built(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
     reduction = FsdpReduceScatter(CPU)
-    streams.current = "another"
+    streams.current = _Stream("another")
     reduction.expect(stays=True)
     streams.reduce(reduction)
     assert (streams.taken, streams.recorded) == (["another", "another"], ["reducing"])
