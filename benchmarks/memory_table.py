@@ -8,9 +8,9 @@ second a rank. ``tests/measure/rehearsal/test_memory_holds.py`` asserts that all
 
 The planner counts what CUDA's kernels keep. Where the CPU has no kernel of that kind (fused attention with a learned
 bias: T5, Swin) the case trains with eager attention, for which both keep the same. Two things make a prediction too
-high by design, and the cases are chosen so that they stay small: with several micro-batches gradients count as always
-there, and the largest transient comes on top of all activations (so the layers with the largest ones are the last,
-whose backward runs while the others' activations are alive).
+high by design, and the cases are chosen so that they stay small: with several micro-batches, but under GPipe, gradients
+count as always there, and the largest transient comes on top of all activations (so the layers with the largest ones
+are the last, whose backward runs while the others' activations are alive).
 """
 
 from __future__ import annotations
@@ -189,6 +189,14 @@ CASES: Mapping[str, Case] = {
     "t5 pp2 gpipe": _stages("t5", "sdp2", "dp2", schedule=_GPIPE),
     "vit pp2 1f1b": _stages("vit", "sdp2", "tp2"),
     "swin pp2 gpipe": _stages("swin", "dp2", "dp2", schedule=_GPIPE),
+    "bert pp4 gpipe": _stages(
+        "bert", "single", "single", "single", "single", schedule=_GPIPE, micro_batches=2, batch=8
+    ),
+    "vit pp2 gpipe": _stages("vit", "sdp2", "tp2", schedule=_GPIPE, micro_batches=2),
+    "gpt2 pp2 gpipe zero2": _stages("gpt2", "dp2+zero2", "dp2+zero2", schedule=_GPIPE, micro_batches=2),
+    "narrow pp2 gpipe bf16": _stages(
+        "narrow", "dp2", "dp2", schedule=_GPIPE, micro_batches=2, batch=8, precision=Precision.BF16
+    ),
     # Other ways of training
     "gpt2 dropout": _uniform("gpt2", "dp2-tp2", dropout=True),
     "bert bf16": _uniform("narrow", "dp2-tp2", batch=4, precision=Precision.BF16),

@@ -110,7 +110,8 @@ def _cost(model_name: str, machine: str) -> CostModel:
     cluster = replace(load_cluster(machine), fragmentation=0.0)  # the paper counts what is reserved only
     precision = Precision.FP32 if cluster.device.tf32_flops_per_s is None else Precision.TF32
     model = load_model(model_name.lower(), Training(precision=precision, attention=Attention.PAPER))
-    return CostModel(model=model, cluster=cluster, conventions=PAPER_SYSTEMS, profile=paper_profile(model, cluster))
+    profile = paper_profile(model, cluster)
+    return CostModel(model=model, cluster=cluster, conventions=PAPER_SYSTEMS, profile=profile, schedule=GPIPE)
 
 
 # ---------------------------------------------------------------------------------------------------------- plans
@@ -138,7 +139,6 @@ class _Searched:
         problem = Problem(
             cost=self.cost,
             space=self.space,
-            schedule=GPIPE,
             budget=budget - self.cost.cluster.reserved_bytes,
             batches=tuple(batches),
             max_micro_batches=PAPER_MICRO_BATCHES,

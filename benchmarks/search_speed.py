@@ -90,9 +90,8 @@ def problem_for(model: str) -> Problem:
     """A model of the paper on its 8 GPUs with 16 GiB each, in the paper's space."""
     cluster = load_cluster("titan-rtx-8")
     return Problem(
-        cost=CostModel(model=load_model(model, Training()), cluster=cluster, conventions=GALVATRON),
+        cost=CostModel(model=load_model(model, Training()), cluster=cluster, conventions=GALVATRON, schedule=GPIPE),
         space=space_named("full"),
-        schedule=GPIPE,
         budget=16 * 1024 * MIB - cluster.reserved_bytes,
         batches=(BATCHES[model],),
     )

@@ -78,9 +78,8 @@ def measure(space: str, memory_gib: int, layers: int, paper_s: float, quantum_mi
     cluster = load_cluster("titan-rtx-8")
     model = load_model(f"bert-huge-{layers}", Training())
     problem = Problem(
-        cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
+        cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON, schedule=GPIPE),
         space=space_named(space),
-        schedule=GPIPE,
         budget=memory_gib * GIB - cluster.reserved_bytes,
         batches=_BATCHES,
         max_micro_batches=PAPER_MICRO_BATCHES,

@@ -145,6 +145,8 @@ def test_a_nanogpt_trains_as_in_one_process(stages: list[list[str]]) -> None:
 class _Centred(nn.Module):
     """A block that subtracts a running mean, as some normalisers and codebooks do, or one that counts its steps."""
 
+    mean: Tensor
+
     def __init__(self, *, counts: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)

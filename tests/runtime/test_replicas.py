@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -266,8 +266,7 @@ def _drawn() -> Tensor:
     model = nn.Linear(2, 2)
     model.register_buffer("own", torch.randn(3, dtype=torch.complex64), persistent=False)
     start_alike(model, torch.device("cpu"), seeded=True)
-    own: Tensor = model.own
-    return own
+    return cast(Tensor, model.own)
 
 
 def test_buffers_that_are_not_saved_are_made_alike() -> None:

@@ -45,7 +45,7 @@ def _plan(case: Case, frozen: tuple[str, ...]) -> Plan:
         longer([["tp4"] * 8], _FIRST, 1.07),
         ([["dp2+rc"] * 4, ["sdp2"] * 4], _FIRST, 1.08),
         longer([["dp4"] * 8], _LAST, 1.2),
-        longer([["sdp4"] * 8], _LAST, 1.2),
+        longer([["sdp4"] * 8], _LAST, 1.22),
         ([["dp4"] * 8], ("*mlp",), 1.2),
     ],
 )

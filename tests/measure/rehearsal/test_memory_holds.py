@@ -26,7 +26,7 @@ _MORE = {
     "bert tp4", "llama dp2-sdp2", "vit dp2-tp2", "gpt2 dp4+rc", "swin mixed", "gpt2 tp4 and dp4", "t5 pp2 gpipe",
     "gpt2 mixed", "llama tp2 and sdp4", "llama pp4 1f1b", "vit pp2 1f1b", "swin pp2 gpipe", "gpt2 sdp4", "gpt2 tp4+sp",
     "bert pp2 1f1b", "llama ring4", "llama ring2-tp2+sp", "llama sdp2-ulysses2", "llama divided graded",
-    "llama fused loss tp2", "llama fused loss dp2",
+    "llama fused loss tp2", "llama fused loss dp2", "vit pp2 gpipe", "gpt2 pp2 gpipe zero2", "narrow pp2 gpipe bf16",
     "t5 sdp2-tp2", "bert bf16 once", "bert bf16 dp4 once", "bert tp4 once",
 }  # fmt: skip
 """Left to the longer run: the family has the strategy in a mixed plan or a pipeline, and another has it alone."""

@@ -29,8 +29,9 @@ def _transient(words: int, precision: Precision, compiled: bool, cluster: Cluste
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_what_is_alive_while_chunks_run(precision: Precision, compiled: bool, more: int) -> None:
     element, weight = precision.bytes, _HIDDEN * (_WORDS + more)
-    # Logits and their gradient; where nothing is compiled, both in fp32 between them.
-    cells = LOSS_CHUNK_CELLS * (element + (element if compiled else 8))
+    # Compiled, logits and their gradient. Else one of both in fp32, and powers of it.
+    uncompiled = (4 if precision is Precision.FP32 else element + 4) + 4
+    cells = LOSS_CHUNK_CELLS * (2 * element if compiled else uncompiled)
     # The sum of the weight's gradient in fp32. What stays of it counts as saved: itself, or a copy in bf16 afterwards.
     # Of an odd number of words there is a copy of the weight, which is filled up.
     during = cells + (4 - element) * weight + more * element * weight

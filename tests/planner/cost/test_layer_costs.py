@@ -10,12 +10,15 @@ import pytest
 from toy_layer import BLOCK, CLUSTER, LAT, MB, B, F, H, overlap
 
 from galvatron.core.spec import (
+    GPIPE,
+    ONE_F_ONE_B,
     LayerSpec,
     LayerTime,
     MeasuredGroup,
     ModelProfile,
     ModelSpec,
     Precision,
+    Schedule,
     Strategy,
     TensorParallel,
     Training,
@@ -216,6 +219,20 @@ def test_shards_of_gradients_take_the_place_of_activations(strategy: str, micro_
     """With one micro-batch no gradient is there before the activations that it is computed from are gone."""
     one, two = (stage(strategy).tables(np.array(micro_batch), np.array(count)).state_bytes[0, 0] for count in (1, 2))
     assert two - one == late * MB
+
+
+def test_where_all_forwards_come_first_gradients_come_late_however_many_micro_batches_there_are() -> None:
+    """Under GPipe the first gradient is made when a micro-batch's activations are gone, under 1F1B others come."""
+
+    def states(schedule: Schedule, degree: int, micro_batches: int) -> float:
+        model = ModelSpec(name="toy", family="custom", layers=(BLOCK, BLOCK), training=Training())
+        cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON, schedule=schedule)
+        tables = cost.stage([Strategy.parse("tp4")], degree).tables(np.array(8), np.array(micro_batches))
+        return float(tables.state_bytes[-1, 0]) / MB
+
+    assert states(GPIPE, 2, 3) == states(GPIPE, 2, 1) == states(ONE_F_ONE_B, 2, 1)
+    assert states(ONE_F_ONE_B, 2, 3) - states(GPIPE, 2, 3) == 44
+    assert states(GPIPE, 1, 3) == states(ONE_F_ONE_B, 1, 3), "without a pipeline each micro-batch is finished"
 
 
 def test_ends_of_a_model_have_neighbours_of_their_own() -> None:

@@ -320,12 +320,12 @@ def random_problem(rng: Rng, most_work: int, scales: Sequence[int] = (4, 30, 1_0
         model=random_model(rng, layers, int(rng.choice(scales))),
         cluster=random_cluster(rng, devices),
         conventions=PAPER_SYSTEMS if rng.random() < 0.3 else GALVATRON,
+        schedule=GPIPE if rng.random() < 0.5 else ONE_F_ONE_B,
     )
     sizes = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
     return Problem(
         cost=cost,
         space=space,
-        schedule=GPIPE if rng.random() < 0.5 else ONE_F_ONE_B,
         budget=ENOUGH,
         batches=tuple(sorted(rng.choice(sizes, int(rng.integers(1, 4)), replace=False).tolist())),
         max_micro_batches=None if rng.random() < 0.7 else int(rng.integers(1, 9)),

@@ -21,7 +21,7 @@ from search_oracles import (
 )
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
-from galvatron.core.spec import GPIPE, Context, Kind, LayerSpec, ModelSpec, Training
+from galvatron.core.spec import Context, Kind, LayerSpec, ModelSpec, Training
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Problem
 from galvatron.planner.search.stage import solve_stage
@@ -169,7 +169,7 @@ def test_equals_an_integer_program(budget_gib: int) -> None:
     cost = CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON)
     switches = Switches(context_parallel=True, recompute=True, zero3=True)
     space = Space(name="long", title="", kinds=frozenset({Kind.SDP, Kind.RING, Kind.ULYSSES}), switches=switches)
-    problem = Problem(cost=cost, space=space, schedule=GPIPE, budget=0, batches=(2,))
+    problem = Problem(cost=cost, space=space, budget=0, batches=(2,))
     stage = in_large_units(stage_of(problem, stage_costs(problem, 1), 2, 1, 1, 0, 0, 24))
     solution = solve_stage(stage, budget_gib << 10)
     assert (solution and solution.time) == least_time_by_milp(stage, budget_gib << 10)

@@ -25,7 +25,7 @@ from search_oracles import (
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec import GPIPE, Experts, Kind, LayerSpec, ModelSpec, Strategy, Training
+from galvatron.core.spec import Experts, Kind, LayerSpec, ModelSpec, Strategy, Training
 from galvatron.planner.cost import GALVATRON, NEVER, CostModel, experts
 from galvatron.planner.search import Candidates, Optimum, Problem, StageProblem, search, solve_stage
 from galvatron.planner.search.thinning import undominated
@@ -193,7 +193,7 @@ def _expert_stage(budget_gib: int) -> tuple[StageProblem, StageProblem, int]:
     kinds = frozenset({Kind.SDP, Kind.TP, Kind.EP})
     switches = Switches(recompute=True, expert_parallel=True)
     space = Space(name="full", title="", kinds=kinds, switches=switches)
-    problem = Problem(cost=cost, space=space, schedule=GPIPE, budget=0, batches=(16,))
+    problem = Problem(cost=cost, space=space, budget=0, batches=(16,))
     whole = stage_of(problem, stage_costs(problem, 1), 16, 1, 1, 0, 0, len(layers))
     candidates = Candidates.of(cost, space, 1)
     columns = candidates.columns(candidates.tables(np.array([16]), np.array([1])), [1])

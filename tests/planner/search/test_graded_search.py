@@ -10,7 +10,7 @@ from longer import longer
 from search_oracles import as_brute_force, limited, random_problem, stage_costs, stage_of
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp
 
-from galvatron.core.spec import GPIPE, Kept, LayerSpec, ModelSpec, Strategy, Training
+from galvatron.core.spec import Kept, LayerSpec, ModelSpec, Strategy, Training
 from galvatron.planner.cost import GALVATRON, CostModel
 from galvatron.planner.search import Problem
 from galvatron.planner.search.stage import solve_stage
@@ -82,7 +82,7 @@ def test_equals_an_integer_program(budget_gib: int) -> None:
     device = replace(CLUSTER.device, host_bytes_per_s=12e9, host_memory_bytes=64 << 30)
     cost = CostModel(model=model, cluster=replace(CLUSTER, device=device), conventions=GALVATRON)
     space = space_named("sdp", Switches(**dict.fromkeys(_GRADES, True)))
-    problem = Problem(cost=cost, space=space, schedule=GPIPE, budget=0, batches=(64,))
+    problem = Problem(cost=cost, space=space, budget=0, batches=(64,))
     stage = in_large_units(stage_of(problem, stage_costs(problem, 1), 64, 1, 1, 0, 0, 48))
     assert stage.time.shape[1] == 5
     solution = solve_stage(stage, budget_gib << 10)

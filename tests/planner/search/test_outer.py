@@ -158,9 +158,9 @@ def _pipeline_problem(*, shuffled: bool, schedule: Schedule) -> Problem:
             model=ModelSpec(name="uneven", family="custom", layers=tuple(order), training=Training()),
             cluster=cluster,
             conventions=GALVATRON,
+            schedule=schedule,
         ),
         space=Space(name="pp", title="", pipeline="all"),
-        schedule=schedule,
         budget=ENOUGH,
         batches=(8, 16),
     )
@@ -294,7 +294,6 @@ def test_the_memory_rule_may_prefer_a_smaller_batch() -> None:
     problem = Problem(
         cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
         space=Space(name="pp", title="", pipeline="all"),
-        schedule=ONE_F_ONE_B,
         budget=ENOUGH,
         batches=(2, 64),
         cuts=CutRule.MEMORY,
@@ -326,9 +325,8 @@ def test_layers_that_take_no_time_can_be_planned() -> None:
         levels=tuple(replace(level, latency_s=0.0) for level in cluster.levels),
     )
     problem = Problem(
-        cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON),
+        cost=CostModel(model=model, cluster=cluster, conventions=GALVATRON, schedule=GPIPE),
         space=Space(name="full", title="", switches=PAPER),
-        schedule=GPIPE,
         budget=1000,
         batches=(2,),
     )

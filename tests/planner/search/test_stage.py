@@ -15,7 +15,6 @@ from search_oracles import binding_budget, brute_stage, enumerate_stage, evaluat
 from stage_program import CLUSTER, block, in_large_units, least_time_by_milp, rounded_up
 
 from galvatron.core.spec import (
-    GPIPE,
     ModelSpec,
     Training,
 )
@@ -223,7 +222,6 @@ def _large_stage(name: str) -> StageProblem:
     problem = Problem(
         cost=CostModel(model=model, cluster=CLUSTER, conventions=GALVATRON),
         space=Space(name="full", title="", switches=Switches(recompute=True)),
-        schedule=GPIPE,
         budget=0,
         batches=(16,),
     )

@@ -51,6 +51,8 @@ class Schedule:
     """Whether it can run so many micro-batches on so many stages."""
     both_ways_at_once: bool
     """Whether activations and gradients cross a boundary at the same time, and so need channels of their own."""
+    forwards_first: bool = False
+    """Whether a stage runs all forwards before its first backward."""
     chunks: int = 1
     """Chunks of layers of each stage: a micro-batch passes all stages so many times each way."""
     bubble: float = 1.0
@@ -105,6 +107,7 @@ GPIPE = Schedule(
     holds=_gpipe_holds,
     allows=_any_number,
     both_ways_at_once=False,
+    forwards_first=True,
 )
 
 

@@ -203,9 +203,9 @@ class ExpertCosts:
         return table.reshape(-1, table.shape[-1])
 
     def _state_bytes(self, saved: Floats, micro_batches: Integers) -> Floats:
-        """States of the experts' parameters; with one micro-batch a shard's gradient takes the place of what tokens
+        """States of the experts' parameters; where gradients are late, a shard's takes the place of what tokens
         saved."""
-        late = (micro_batches == 1) & self.cost.conventions.late_gradients
+        late = self.cost.late_gradients(micro_batches, pipelined=self._pipelined)
         if not late.any():
             return self._states
         gradient = np.minimum(GRADIENT_BYTES * self._shard, saved)

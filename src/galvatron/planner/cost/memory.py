@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron.core.spec import ALIGNED_BYTES, GRADIENT_BYTES, LOSS_CHUNK_CELLS, OptimizerSpec, Precision
-from galvatron.planner.cost.arrays import Integers, LayerArrays, StrategyArrays
+from galvatron.planner.cost.arrays import Bools, Integers, LayerArrays, StrategyArrays
 from galvatron.planner.cost.communication import Floats
 from galvatron.planner.cost.computation import following_experts
 from galvatron.planner.cost.conventions import Conventions
@@ -73,25 +73,27 @@ def state_bytes(
 
 
 def late_gradient_bytes(
-    saved: Floats, weights: Weights, micro_batches: Integers, layers: LayerArrays, strategies: StrategyArrays,
+    saved: Floats, weights: Weights, alone: Bools, layers: LayerArrays, strategies: StrategyArrays,
     precision: Precision,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """What states have too much where an iteration has one micro-batch, and what of it a transient has instead.
+    """What states have too much where all forwards come before the first backward, and what of it a transient has
+    instead.
 
-    A gradient is then made when the layer's activations, of which there are ``saved`` bytes, are gone: a shard's when
-    it is reduced, a whole one when backward has it, but for DP in fp32, which has the buffer that it sends from the
-    start. That of the first layer comes when nothing else is left, so it counts only while that layer runs backward; a
-    weight that a later layer uses as well waits for it with that one's part.
+    A gradient is then made when a micro-batch's activations of the layer, of which there are ``saved`` bytes, are gone:
+    a shard's when it is reduced, a whole one when backward has it, but for DP in fp32, which has the buffer that it
+    sends from the start. ``alone``: the first layer, of the only micro-batch. Its gradient comes when nothing else is
+    left, so it counts only while that layer runs backward; a weight that a later layer uses as well waits for it with
+    that one's part.
     """
     shards = strategies.sdp.size * np.where(strategies.zero2, strategies.dp.size, 1.0)
-    late = (micro_batches == 1) & ((shards > 1) | (strategies.dp.size == 1) | (precision is Precision.BF16))
+    late = (shards > 1) | (strategies.dp.size == 1) | (precision is Precision.BF16)
     gradient = GRADIENT_BYTES * weights.trained / shards
     waiting = np.where(shards > 1, 0, np.minimum(weights.shared, weights.trained) * precision.bytes)
-    first = late * layers.first * np.maximum(gradient - waiting, 0)
+    first = late * np.maximum(gradient - waiting, 0)
     instead = late * np.minimum(gradient, saved)
     # Of the layer that runs: DP has its whole buffer from the first gradient on, others one gradient after the other.
     early = np.where(shards > 1, 0.0, np.where(strategies.dp.size > 1, 1.0, EARLY_GRADIENT)) * instead
-    return np.where(layers.first, first, instead), np.where(layers.first, first, early)
+    return np.where(alone, first, instead), np.where(alone, first, early)
 
 
 def shared_bytes(shared: Floats, strategies: StrategyArrays, precision: Precision, conventions: Conventions) -> Floats:
@@ -166,13 +168,15 @@ def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArra
 
 
 def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
-    """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits and their gradient;
-    uncompiled with both in fp32 between them. What stays of it (:func:`activation_bytes`) is the same tensor, or one in
-    bf16 that is made when the chunks are gone. Where rows of logits are not aligned, there is a copy of the weight that
-    is filled up."""
+    """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits. Beside these, compiled, their
+    gradient; uncompiled, the same in fp32, which their gradient takes the place of, and, but under TP, its powers. What
+    stays of it (:func:`activation_bytes`) is the same tensor, or one in bf16 that is made when the chunks are gone.
+    Where rows of logits are not aligned, there is a copy of the weight that is filled up."""
     logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
-    compiled = layers.fused.compiled & (strategies.tp.size == 1)
-    cell = precision.bytes + np.where(compiled, precision.bytes, 2 * Precision.FP32.bytes)
+    whole = strategies.tp.size == 1
+    wide = Precision.FP32.bytes
+    uncompiled = (precision.bytes < wide) * wide + whole * wide
+    cell = precision.bytes + np.where(layers.fused.compiled & whole, precision.bytes, uncompiled)
     gradient = GRADIENT_BYTES * layers.fused.parameters / strategies.tp.size
     stays = layers.fused.gradient_bytes / strategies.tp.size
     odd = layers.fused.words / strategies.tp.size * precision.bytes % ALIGNED_BYTES != 0

@@ -270,9 +270,11 @@ class StageCosts:
         transient = memory.transient_bytes(flying, weights, layers, arrays, precision, conventions)
         if pipelined:
             transient = np.maximum(transient, memory.forward_bytes(samples, layers, arrays))
-        if conventions.late_gradients:
-            late, then = memory.late_gradient_bytes(saved, weights, micro_batches, layers, arrays, precision)
-            states, transient = states - late, transient + then
+        late = self.cost.late_gradients(micro_batches, pipelined=pipelined)
+        if late.any():
+            alone = (layers.first > 0) & (micro_batches == 1)
+            less, then = memory.late_gradient_bytes(saved, weights, alone, layers, arrays, precision)
+            states, transient = states - late * less, transient + late * then
         return Tables(
             time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), 0, NEVER),
             state_bytes=rounded_up(states),

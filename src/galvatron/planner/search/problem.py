@@ -19,7 +19,6 @@ class Problem:
 
     cost: CostModel
     space: Space
-    schedule: Schedule
     budget: int
     """Bytes for tensors on each device."""
     batches: tuple[int, ...]
@@ -30,6 +29,11 @@ class Problem:
     """Most samples of a micro-batch."""
     cuts: CutRule = CutRule.EXACT
     watch: Watch = UNWATCHED
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of pipelines."""
+        return self.cost.schedule
 
     @property
     def floor(self) -> int:
