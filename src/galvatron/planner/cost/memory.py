@@ -168,10 +168,12 @@ def forward_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArra
 
 
 def _chunk_bytes(samples: Floats, layers: LayerArrays, strategies: StrategyArrays, precision: Precision) -> Floats:
-    """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits. Beside these, compiled, their
-    gradient; uncompiled, the same in fp32, which their gradient takes the place of, and, but under TP, its powers. What
-    stays of it (:func:`activation_bytes`) is the same tensor, or one in bf16 that is made when the chunks are gone.
-    Where rows of logits are not aligned, there is a copy of the weight that is filled up."""
+    """While a fused loss is computed: the weight's gradient in fp32, and a chunk's logits; beside these, if compiled,
+    their gradient; if not, the same in fp32, whose place the gradient takes, and, but under TP, its powers.
+
+    What stays of the weight's gradient (:func:`activation_bytes`) is the same tensor, or one in bf16 that is made when
+    the chunks are gone. Where rows of logits are not aligned, there is a copy of the weight that is filled up.
+    """
     logits = np.minimum(samples * layers.fused.logits / strategies.tp.size, LOSS_CHUNK_CELLS)
     whole = strategies.tp.size == 1
     wide = Precision.FP32.bytes
