@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,24 @@ from ranks import ranks
 from reducing import reduce
 from small_models import LAYERS, config
 
-from galvatron.runtime.data_parallel.fsdp_memory import FsdpAllGather, FsdpReduceScatter
+from galvatron.runtime.data_parallel import fsdp_memory
+from galvatron.runtime.data_parallel.fsdp_memory import FsdpAllGather, FsdpReduceScatter, in_backward
 
 CPU = torch.device("cpu")
 
 
 class _Stream(str):
-    """A name, and whom it waits for."""
+    """A name, what it was told to do, and how much of what another was told it waits for."""
 
     def __init__(self, name: str) -> None:
-        self.waits: list[str] = []
+        self.told = 0
+        self.waits: list[tuple[str, int]] = []
 
-    def wait_stream(self, other: _Stream) -> None:
-        self.waits.append(other)
+    def record_event(self) -> tuple[str, int]:
+        return self, self.told
+
+    def wait_event(self, event: tuple[str, int]) -> None:
+        self.waits.append(event)
 
 
 class _Streams:
@@ -60,33 +66,72 @@ class _Streams:
             output = reduction.allocate((2,), dtype=torch.float32, device=CPU)
         assert output.shape == (2,)
 
-    def gather(self, gathering: FsdpAllGather, stream: _Stream) -> list[str]:
-        """As FSDP2 does; whom the stream it gathers on has waited for."""
-        with self.on(stream):
+    def gather(self, gathering: FsdpAllGather) -> list[tuple[str, int]]:
+        """As FSDP2 does; what the stream that it gathers on has waited for."""
+        with self.on(_Stream("gathering")):
+            stream = self.current
             output = gathering.allocate((16,), dtype=torch.float32, device=CPU)
         assert output.shape == (16,)
         return stream.waits
 
 
+def _gathering(*, whole: bool = False) -> FsdpAllGather:
+    return FsdpAllGather(CPU, lambda: whole)
+
+
 def test_what_is_gathered_has_the_memory_of_activations_once_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    waits = streams.gather(FsdpAllGather(CPU), _Stream("gathering"))
-    assert (streams.taken, waits) == (["computing"], ["computing"])
+    streams.current.told = 5
+    assert streams.gather(_gathering()) == [("computing", 5)]
+    assert streams.taken == ["computing"]
 
 
 def test_what_is_gathered_on_the_computing_stream_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    waits = streams.gather(FsdpAllGather(CPU), streams.current)
-    assert (streams.taken, waits) == (["computing"], [])
+    _gathering().allocate((16,), dtype=torch.float32, device=CPU)
+    assert (streams.taken, streams.current.waits) == (["computing"], [])
 
 
 def test_what_is_gathered_is_taken_from_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = _Streams(monkeypatch)
-    gathering = FsdpAllGather(CPU)
+    gathering = _gathering()
     streams.current = _Stream("another")
     gathering.expect()
-    waits = streams.gather(gathering, _Stream("gathering"))
-    assert (streams.taken, waits) == (["another"], ["another"])
+    assert streams.gather(gathering) == [("another", 0)]
+    assert streams.taken == ["another"]
+
+
+@pytest.mark.parametrize("case", ["forward", "backward", "whole", "forgotten", "before each forward"])
+def test_forward_takes_memory_a_layer_early(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """But for what is gathered already, and none is left taken when backward begins."""
+    streams = _Streams(monkeypatch)
+    monkeypatch.setattr(fsdp_memory, "in_backward", lambda: case == "backward")
+    second = _gathering(whole=case == "whole")
+    first = _gathering()
+    first.following = [second]
+    assert streams.gather(second) == [("computing", 0)], "how much it is shows here"
+    streams.current.told = 1
+    assert streams.gather(first) == [("computing", 1)]
+    streams.current.told = 2
+    if case == "forgotten":
+        second.forget()
+    if case == "before each forward":
+        second.expect()
+    assert streams.gather(second) == [("computing", 1 if case == "forward" else 2)]
+    early = case not in ("backward", "whole")
+    assert len(streams.taken) == 3 + (early and case != "forward")
+    assert streams.gather(second) == [("computing", 2)], "it is used once"
+
+
+def test_backward_is_told_from_forward() -> None:
+    seen = []
+    leaf: Any = torch.ones(1, requires_grad=True)
+    double = leaf * 2
+    double.register_hook(lambda _: seen.append(in_backward()))
+    seen.append(in_backward())
+    double.sum().backward()
+    seen.append(in_backward())
+    assert seen == [False, True, False]
 
 
 def test_what_becomes_the_gradient_has_the_memory_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def _sent(case: Case, plan: galvatron.Plan, folder: Path, given: list[dict[str, 
         model.forward_backward(given[0])
         counts = []
         with ExitStack() as stack:
-            for place, name in ((dist, "all_reduce"), (collectives, "_gather"), (collectives, _SCATTER)):
+            for place, name in ((dist, "all_reduce"), (collectives, "all_gather_into"), (collectives, _SCATTER)):
                 counted = Mock(wraps=getattr(place, name))
                 stack.enter_context(patch.object(place, name, counted))
                 counts.append(counted)

@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 _CLEARLY = 1.5
 """Factor from which on times are held to differ."""
 _LEAST_S = 1e-9
-_UNSEEN = 0.03
+_UNSEEN = 0.02
 """Of a GPU's memory, besides what its allocator lost in one plan: what others lose more, and what predictions are off
 by (docs/evidence.md)."""
 _REHEARSED_ROOM = 0.15

@@ -6,7 +6,7 @@ that its messages run on, so that memory lies idle there while activations grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroup
 
 from galvatron.runtime.collectives import all_gather_into, reduce_scatter_into
 
-__all__ = ["FsdpAllGather", "FsdpReduceScatter"]
+__all__ = ["FsdpAllGather", "FsdpReduceScatter", "in_backward"]
+
+_Place = tuple[Tensor, torch.cuda.Event]
+"""Memory, and when it is free."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class FsdpAllGather:
@@ -24,26 +32,51 @@ class FsdpAllGather:
     FSDP2's own takes two of the largest layers: 0.7 GB of 14 for Swin-Huge-32 with ZeRO-2.
 
     What was freed on the computing stream may still be read there, so gathering waits for all that stream was given
-    before. FSDP2 frees the result once the computing stream, which waits for it, was told to copy it; so what gets its
-    memory next is written after the copy.
+    before. In forward it gets its memory a layer early, so that it waits for that much less: FSDP2 gathers two layers
+    ahead there. FSDP2 frees the result once the computing stream, which waits for it, was told to copy it; so what gets
+    its memory next is written after the copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, whole: Callable[[], bool]) -> None:
+        """``whole``: whether the layer's parameters are gathered."""
+        self._device, self._whole = device, whole
         self._computing = torch.cuda.current_stream(device)
+        self._asked: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._place: _Place | None = None
+        self.following: Sequence[FsdpAllGather] = ()
+        """Those that forward gathers after it."""
 
     def expect(self) -> None:
         """Before each forward."""
+        self.forget()
         self._computing = torch.cuda.current_stream(self._device)
+
+    def forget(self) -> None:
+        """Before each backward: leave no memory taken that was not used."""
+        self._place = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         current = torch.cuda.current_stream(device)
         if current == self._computing:
             return torch.empty(*size, dtype=dtype, device=device)
-        with torch.cuda.stream(self._computing):
-            output = torch.empty(*size, dtype=dtype, device=device)
-        current.wait_stream(self._computing)
+        self._asked = tuple(size), dtype
+        self._reserve()
+        assert self._place is not None
+        (output, free), self._place = self._place, None
+        current.wait_event(free)
+        if not in_backward():
+            for other in self.following:
+                if not other._whole():
+                    other._reserve()
         return output
+
+    def _reserve(self) -> None:
+        if self._place is not None or self._asked is None:
+            return
+        size, dtype = self._asked
+        with torch.cuda.stream(self._computing):
+            output = torch.empty(*size, dtype=dtype, device=self._device)
+        self._place = output, self._computing.record_event()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False

@@ -99,11 +99,11 @@ def prefetch(layers: Sequence[Sequence[ShardedUnit]]) -> None:
             if unit.inside:
                 unit.fsdp.set_modules_to_backward_prefetch([unit.fsdp])  # itself: without this, FSDP2 would choose
         if inner:
-            first.fsdp.set_modules_to_forward_prefetch([unit.fsdp for unit in inner])
+            first.gathers_next(inner)
             first.fsdp.set_modules_to_backward_prefetch([unit.fsdp for unit in inner])
     for (first, *inner), (second, *after) in pairwise(layers):
         if not first.inside:
-            first.fsdp.set_modules_to_forward_prefetch([*(unit.fsdp for unit in inner), second.fsdp])
+            first.gathers_next([*inner, second])
         # Itself, where nothing is left to gather: without this, FSDP2 would choose.
         before = [unit.fsdp for unit in after] + ([first.fsdp] if first.has_backward else [])
         second.fsdp.set_modules_to_backward_prefetch(before or [second.fsdp])
@@ -133,7 +133,7 @@ class ShardedUnit(Unit):
         self._filled, self._seen = set[str](), set[str]()
         """Parameters that got a gradient of zeros in some micro-batch, and those that had one of their own."""
         device = self._sharded[0].device
-        self._gathering = FsdpAllGather(device) if device.type == "cuda" else None
+        self._gathering = FsdpAllGather(device, self._is_whole) if device.type == "cuda" else None
         self._reduction = FsdpReduceScatter(device) if device.type == "cuda" else None
         # What they have to be has no public name.
         if self._gathering is not None:
@@ -145,6 +145,21 @@ class ShardedUnit(Unit):
     def fsdp(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)
         return self.module
+
+    @property
+    def _group(self) -> Any:
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        return group
+
+    def _is_whole(self) -> bool:
+        return bool(self._group.is_unsharded)
+
+    def gathers_next(self, units: Sequence[ShardedUnit]) -> None:
+        """Gather these ahead in forward."""
+        self.fsdp.set_modules_to_forward_prefetch([unit.fsdp for unit in units])
+        if self._gathering is not None:
+            self._gathering.following = [unit._gathering for unit in units if unit._gathering is not None]
 
     def gather(self) -> None:
         """Have the whole parameters at hand, for a layer that uses one of them."""
@@ -172,9 +187,7 @@ class ShardedUnit(Unit):
                     f"{list(before.shape)}"
                 )
             cast(Any, parameter)._local_tensor = local.master.data.to(before).contiguous()
-        group = self.fsdp._get_fsdp_state()._fsdp_param_group
-        assert group is not None
-        for own in group.fsdp_params:
+        for own in self._group.fsdp_params:
             own.reset_sharded_param()
         for local, parameter in moved:
             local.master.data = local_part(parameter)
@@ -187,6 +200,8 @@ class ShardedUnit(Unit):
                 parameter.grad = None
 
     def end_evaluation(self) -> None:
+        if self._gathering is not None:
+            self._gathering.forget()
         self.fsdp.reshard()
 
     def expect_backward(self, *, last: bool) -> None:
@@ -194,6 +209,8 @@ class ShardedUnit(Unit):
             self.fsdp.set_reshard_after_backward(last)
         if self.groups.replicate is not None:
             self.fsdp.set_requires_all_reduce(last)
+        if self._gathering is not None:
+            self._gathering.forget()
         if self._reduction is not None:
             first = all(parameter.grad is None for parameter in self._sharded)
             self._reduction.expect(stays=first if self.groups.replicate is None else last)
