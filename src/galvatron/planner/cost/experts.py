@@ -41,7 +41,7 @@ from galvatron.planner.cost.communication import (
 from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.grades import full_activation_bytes
 from galvatron.planner.cost.inputs import CostInputs
-from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables, rounded_up
+from galvatron.planner.cost.tables import NEVER, Distinct, Integers, LayerCosts, Tables, rounded_up
 
 __all__ = ["ExpertCosts", "ExpertPairs"]
 
@@ -158,9 +158,9 @@ class ExpertCosts:
 
     def tables(self, micro_batch: Integers, micro_batches: Integers) -> Tables:
         """Integer tables of what the experts add, (…, K, S)."""
-        micro_batch, micro_batches = micro_batch[..., None, None], micro_batches[..., None, None]
-        samples = micro_batch / self._arrays.data
-        time = self.layer_costs(micro_batch).mean_ns(micro_batches)
+        sizes, micro_batches = Distinct(micro_batch), micro_batches[..., None, None]
+        time = self.layer_costs(sizes.figures[:, None, None]).mean_ns(sizes, micro_batches)
+        samples = micro_batch[..., None, None] / self._arrays.data
         saved = samples * self._saved_bytes
         flying = samples * working_sets(micro_batches, self.cost.conventions, pipelined=self._pipelined)
         return Tables(

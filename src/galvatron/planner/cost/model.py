@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +38,11 @@ from galvatron.planner.cost.conventions import working_sets
 from galvatron.planner.cost.experts import ExpertCosts, ExpertPairs
 from galvatron.planner.cost.inputs import CostInputs
 from galvatron.planner.cost.slice_gather import LayoutRates, layout_rates
-from galvatron.planner.cost.tables import NEVER, Integers, LayerCosts, Tables, rounded_up
+from galvatron.planner.cost.tables import NEVER, Distinct, Integers, LayerCosts, Number, Tables, rounded_up
 from galvatron.planner.cost.tied import Resplit, resplit_bytes, resplit_s
 
 __all__ = ["CostModel", "StageCosts"]
 
-Number = TypeVar("Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,12 +247,27 @@ class StageCosts:
     def rest_tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
         """The same without what experts with axes of their own add."""
         held = self.memory_tables(micro_batch, micro_batches)
-        time = self._rest_costs(micro_batch[..., None, None]).mean_ns(micro_batches[..., None, None])
+        sizes = Distinct(micro_batch)
+        time = self._rest_costs(sizes.figures[:, None, None]).mean_ns(sizes, micro_batches[..., None, None])
         return replace(held, time_ns=np.where(held.time_ns < NEVER, np.maximum(time, 1), NEVER))
 
     def memory_tables(self, micro_batch: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> Tables:
         """The same with no more of times than what is possible: 0 or NEVER."""
+        many = max(2, self.cost.conventions.pipeline_transients)
+        sizes = Distinct(micro_batch * (many + 1) + np.minimum(micro_batches, many))
+        states, saved, transient = map(sizes.each, self._bytes(*divmod(sizes.figures[:, None, None], many + 1)))
         micro_batch, micro_batches = micro_batch[..., None, None], micro_batches[..., None, None]
+        fits = self._fits_host(micro_batch / self._arrays.data, micro_batches)
+        return Tables(
+            time_ns=np.where(self._possible(micro_batch) & fits, 0, NEVER),
+            state_bytes=states,
+            activation_bytes=saved,
+            transient_bytes=transient,
+        )
+
+    def _bytes(self, micro_batch: Integers, micro_batches: Integers) -> tuple[Integers, Integers, Integers]:
+        """Of states, activations and transients. Of how many micro-batches it counts whether there is one, and how many
+        have their working sets at once."""
         layers, arrays = self._layers, self._arrays
         precision, conventions = self.cost.model.training.precision, self.cost.conventions
         samples = micro_batch / arrays.data
@@ -275,12 +288,7 @@ class StageCosts:
             alone = (layers.first > 0) & (micro_batches == 1)
             less, then = memory.late_gradient_bytes(saved, weights, alone, layers, arrays, precision)
             states, transient = states - late * less, transient + late * then
-        return Tables(
-            time_ns=np.where(self._possible(micro_batch) & self._fits_host(samples, micro_batches), 0, NEVER),
-            state_bytes=rounded_up(states),
-            activation_bytes=rounded_up(saved),
-            transient_bytes=rounded_up(transient),
-        )
+        return rounded_up(states), rounded_up(saved), rounded_up(transient)
 
     def possible(self, micro_batch: NDArray[np.int64]) -> NDArray[np.bool_]:
         """(…, T, S) whether a strategy can run a kind of layer in micro-batches of so many samples."""

@@ -7,19 +7,34 @@ identical from run to run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.planner.cost.communication import Floats
 
-__all__ = ["NEVER", "Integers", "LayerCosts", "Tables", "held_bytes", "rounded_up"]
+__all__ = ["NEVER", "Distinct", "Integers", "LayerCosts", "Tables", "held_bytes", "rounded_up"]
 
 Integers = NDArray[np.int64]
+Number = TypeVar("Number", np.int64, np.float64)
 NEVER = 1 << 44
 """Nanoseconds (4.9 hours) or bytes (16 TiB) of what cannot be done; sums of thousands still fit an int64. More than
 that is not told apart: no device has so much memory, and of plans in which a stage takes longer for a micro-batch
 nothing is proven (``galvatron.planner.search.outer``)."""
+
+
+class Distinct:
+    """Figures of many combinations, most of them several times: what only they decide is computed once for each."""
+
+    def __init__(self, figures: Integers) -> None:
+        self.figures, places = np.unique(figures, return_inverse=True)
+        """(N,)"""
+        self._places = places.reshape(figures.shape)
+
+    def each(self, table: NDArray[Number]) -> NDArray[Number]:
+        """A table by figure, (N, T, S), for each combination; what is the same for all of them is left as it is."""
+        return table if table.ndim < 3 else table[self._places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +61,10 @@ class LayerCosts:
     def once_s(self) -> Floats:
         return self.sync_s + self.optimizer_s
 
-    def mean_ns(self, micro_batches: Integers) -> Integers:
-        """Mean time of a micro-batch, with its share of what is done once an iteration."""
-        return rounded_up((self.steady_s + self.once_s / micro_batches) * 1e9)
+    def mean_ns(self, sizes: Distinct, micro_batches: Integers) -> Integers:
+        """Mean time of a micro-batch, with its share of what is done once an iteration; of these costs, those by
+        ``sizes``."""
+        return rounded_up((sizes.each(self.steady_s) + sizes.each(self.once_s) / micro_batches) * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

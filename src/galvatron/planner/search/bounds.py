@@ -22,21 +22,20 @@ Floats = NDArray[np.float64]
 def hull_multipliers(time: Integers, memory: Integers) -> Floats:
     """All multipliers at which some kind's best strategy changes, and zero: the bound is greatest at one of them."""
     slopes = {0.0}
-    for times, memories in zip(time, memory, strict=True):
-        usable = np.nonzero(times < NEVER)[0]
-        order = usable[np.lexsort((times[usable], memories[usable]))]
-        falling = np.minimum.accumulate(times[order])
-        keep = np.append(True, falling[1:] < falling[:-1]) if len(order) else np.empty(0, dtype=bool)
+    order = np.lexsort((time, memory))
+    times, memories = np.take_along_axis(time, order, 1), np.take_along_axis(memory, order, 1)
+    falling = np.minimum.accumulate(times, axis=1)
+    keep = times < NEVER
+    keep[:, 1:] &= falling[:, 1:] < falling[:, :-1]
+    for row, kept in enumerate(keep):
         hull: list[tuple[int, int]] = []
-        for point in zip(memories[order[keep]].tolist(), times[order[keep]].tolist(), strict=True):
-            while len(hull) > 1 and _above(hull[-2], hull[-1], point):
-                hull.pop()
-            hull.append(point)
+        for more, fast in zip(memories[row, kept].tolist(), times[row, kept].tolist(), strict=True):
+            while len(hull) > 1:
+                (least, slowest), (less, slow) = hull[-2:]
+                if (slow - slowest) * (more - least) < (fast - slowest) * (less - least):
+                    break
+                hull.pop()  # it lies on or above the line between its neighbours
+            hull.append((more, fast))
         for (less, slow), (more, fast) in pairwise(hull):
             slopes.add((slow - fast) / (more - less))
     return np.array(sorted(slopes))
-
-
-def _above(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
-    """Whether the middle point lies on or above the line from first to last."""
-    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

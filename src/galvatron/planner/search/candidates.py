@@ -138,10 +138,14 @@ class Candidates:
             return plain
         return replace(plain, experts=self._experts.axes[self._experts.axes_of[choice]])
 
+    def is_prepared(self, micro_batch: int, micro_batches: int) -> bool:
+        """Whether a combination was priced ahead."""
+        return (micro_batch, micro_batches) in self._prepared
+
     def prepare(self, pairs: Sequence[tuple[int, int]], most: int) -> None:
-        """Price the first of some combinations of (samples of a micro-batch, micro-batches), unless it is known; and
-        with it others that may soon be asked for, so many in all."""
-        if most < 2 or pairs[0] in self._prepared:
+        """Price the first of some combinations of (samples of a micro-batch, micro-batches); and with it others that
+        may soon be asked for, so many in all."""
+        if most < 2:
             return
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._prepared][:most]
         tables = self.tables(*(np.array(each) for each in zip(*new, strict=True)))

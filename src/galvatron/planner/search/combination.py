@@ -64,6 +64,19 @@ class Candidate:
     micro_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """What all layers before a position, (P,) of them, need and cost at least."""
+
+    transient: Integers
+    """Of each kind of layer the least, (T,)."""
+    needed: Integers
+    """The least memory, (P,)."""
+    lams: Floats
+    priced: Floats
+    """By multiplier, (N, P), least time + λ·memory, of memory what is above the least, to keep it accurate."""
+
+
 class Combination:
     """Search over cuts and strategies for one (pipeline degree, batch, micro-batches)."""
 
@@ -94,6 +107,8 @@ class Combination:
         """By micro-batches in flight what is known of stages, (N,) by their number."""
         self._matrices: dict[int, CutMatrix] = {}
         """The same by end and width."""
+        self._prefixes: dict[int, _Prefixes] = {}
+        """By micro-batches in flight."""
         self._solving = False
         """Whether it pays to know which stages do not fit."""
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
@@ -209,21 +224,26 @@ class Combination:
         """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position.
         What has no layers, or begins before the first, is impossible."""
         begins = np.maximum(ends - widths, 0)
-        prices = self.candidates.prices(self._apart, np.array([in_flight_count]))
+        prefixes = self._prefixes_of(in_flight_count)
         before = self.layers.counts_before
         present = before[:, ends] > before[:, begins]
-        room = self.budget - np.where(present, prices.transient[0].reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
-        needed = prices.memory[0] @ before
-        room = room - (needed[ends] - needed[begins])  # prices apply to what is above the least, to keep them accurate
-        lams = _thinned(prices.multipliers(0))
-        priced = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
+        room = self.budget - np.where(present, prefixes.transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
+        room = room - (prefixes.needed[ends] - prefixes.needed[begins])
         bounds = np.full(room.shape, -np.inf)
-        for lam, sums in zip(lams, priced, strict=True):
+        for lam, sums in zip(prefixes.lams, prefixes.priced, strict=True):
             np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
         entry, leave = self._least_transfers
         bounds += entry[begins] + leave[ends]
         impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
         return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
+
+    def _prefixes_of(self, in_flight_count: int) -> _Prefixes:
+        if in_flight_count not in self._prefixes:
+            prices, before = self.candidates.prices(self._apart, np.array([in_flight_count])), self.layers.counts_before
+            lams = _thinned(prices.multipliers(0))
+            priced = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
+            self._prefixes[in_flight_count] = _Prefixes(prices.transient[0], prices.memory[0] @ before, lams, priced)
+        return self._prefixes[in_flight_count]
 
     @cached_property
     def _least_transfers(self) -> tuple[Integers, Integers]:

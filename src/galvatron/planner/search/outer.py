@@ -199,6 +199,8 @@ class Search:
         """Price a combination, and with it those of the queue that come next, as far as tables stay small."""
         batch, degree, micro_batches = key
         candidates = self.candidates_of(degree)
+        if candidates.is_prepared(batch // micro_batches, micro_batches):
+            return
         most = min(_AHEAD, _SMALL // (candidates.size * len(self.layers.total)))
         following = heapq.nsmallest(2 * most, queue) if most > 1 else []
         pairs = [(b // m, m) for _, b, stages, m, known in following if stages == degree and known is _Known.PRICES]
@@ -296,7 +298,7 @@ class Search:
         counts = {count for _, count in pairs}
         held = {count: tuple(in_flight(p, degree, count) for p in range(degree)) for count in counts}
         most = {(batch // count, count == 1, held[count]): (batch, count) for batch, count in sorted(pairs)}
-        return sorted(most.values())
+        return sorted(most.values(), key=lambda pair: (pair[0] // pair[1], pair))  # equal sizes are priced together
 
     def _bounded(self, degree: int, pairs: Sequence[tuple[int, int]], known: _Known) -> Iterator[_Queued]:
         """Those of these pairs (batch, micro-batches) that may fit, with a bound on their throughput."""
