@@ -66,6 +66,8 @@ NAMED: list[tuple[str, str, Setup]] = [
     ("t5-base", "a100", {"precision": "tf32", "cuts": "memory", "accumulation": False, "memory": "2480627174B"}),
     ("gpt3-175b", "h200-512", {"batch": "best", "schedule": "gpipe", "cuts": "parameters", "memory": "7GiB"}),
     ("vit-huge-48", "b200:96x8", {"batch": "best", "memory": "1.53GiB"}),
+    ("swin-huge-32", "a100-64", {"schedule": "gpipe", "memory": "6073631188B"}),
+    ("swin-huge-48", "h100-64", {"schedule": "gpipe", "memory": "7GB"}),
 ]
 """Requests that once were slow."""
 

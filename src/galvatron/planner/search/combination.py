@@ -160,8 +160,10 @@ class Combination:
             stages = [bounds[count][p] for p, count in enumerate(held)]
             slowest = max(stages)
             return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
-        # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
-        counts = [1 << (count.bit_length() - 1) for count in self.in_flight]
+        counts = self.in_flight
+        if len(set(counts)) > 1:
+            # Fewer micro-batches in flight are never slower: rounding down to a power of two keeps the bound valid.
+            counts = [1 << (count.bit_length() - 1) for count in counts]
         if few_counts:
             most = max(min(counts), max(counts) // 2)
             counts = [most if count >= most else min(counts) for count in counts]

@@ -343,25 +343,30 @@ class Search:
     def _bounds_of(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool) -> Floats:
         """Lower bounds in nanoseconds on the iterations of many combinations of one pipeline degree at once.
 
-        All stages together have degree times the budget. The slowest stage takes at least the mean, and at least the
-        time of the slowest single layer.
+        All stages together have degree times the budget. The slowest stage takes at least the mean; and at least what
+        layers of a kind take of which some stage has so many, because there are not more stages.
         """
         candidates = self.candidates_of(degree)
         prices = self._prices(degree, pairs, candidates.least_tables if least else candidates.tables)
         transient, counts = prices.transient, self.layers.total
         room = degree * self.problem.budget - transient.max(axis=1) - (degree - 1) * transient.min(axis=1)
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
+        together = -(-counts // degree)
+        room_together = self.problem.budget - transient - prices.memory * together
         lams = prices.multipliers(len(pairs) // 2)
         lams = lams[:: max(1, len(lams) // 12)]
         total = np.full(len(pairs), -np.inf)
+        slowest = prices.time.max(axis=1).astype(np.float64)
         for lam in lams:
-            total = np.maximum(total, prices.priced(lam) @ counts - lam * room)
-        slowest_layer = prices.time.max(axis=1)
+            priced = prices.priced(lam)
+            total = np.maximum(total, priced @ counts - lam * room)
+            slowest = np.maximum(slowest, (priced * together - lam * room_together).max(axis=1))
         contention = self.problem.cost.cluster.compute_contention
         paces = [Pace.of(self.problem.schedule, degree, count, contention) for _, count in pairs]
-        again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest_layer)
+        again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest)
         bounds = np.array([pace.total for pace in paces]) * total + again
-        return np.where((room >= 0) & (slowest_layer < NEVER), bounds, np.inf)
+        possible = (room >= 0) & (room_together >= 0).all(axis=1) & (slowest < NEVER)
+        return np.where(possible, bounds, np.inf)
 
 
 def _cutoff(batch: int, best: _Best | None) -> float:
