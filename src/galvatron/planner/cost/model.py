@@ -44,7 +44,6 @@ from galvatron.planner.cost.tied import Resplit, resplit_bytes, resplit_s
 __all__ = ["CostModel", "StageCosts"]
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class CostModel(CostInputs):
     """Prices a model on a cluster."""

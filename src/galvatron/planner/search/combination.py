@@ -243,7 +243,7 @@ class Combination:
         if in_flight_count not in self._prefixes:
             prices, before = self.candidates.prices(self._apart, np.array([in_flight_count])), self.layers.counts_before
             lams = _thinned(prices.multipliers(0))
-            priced = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
+            priced: Floats = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
             self._prefixes[in_flight_count] = _Prefixes(prices.transient[0], prices.memory[0] @ before, lams, priced)
         return self._prefixes[in_flight_count]
 
