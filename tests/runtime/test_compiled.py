@@ -76,7 +76,8 @@ def _compare(case: Case, *, kernels: bool) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        _case("llama", ["tp2", "tp2+rc", "tp2"]),
+        _case("llama", ["dp2", "dp2", "dp2"]),
+        longer(_case("llama", ["tp2", "tp2+rc", "tp2"])),
         longer(_case("llama", ["tp2", "tp2+rc", "sdp2", "dp2"])),
         longer(_case("llama", ["single"] * 2, ["single+rc", "single"], micro_batches=2)),
         longer(_case("llama", ["tp2", "tp2+rs", "tp2+sp+rs", "sdp2+ra", "dp2"], num_key_value_heads=8)),
