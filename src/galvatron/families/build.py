@@ -213,6 +213,8 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
             _zero_dropout(value)
         elif "drop" in field and isinstance(value, float):
             setattr(config, field, 0.0)
+        elif field == "apply_spec_augment":  # masks over what is heard
+            setattr(config, field, False)
 
 
 _FILLING = {"constant_", "fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"}

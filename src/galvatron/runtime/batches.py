@@ -167,7 +167,9 @@ class Reader:
         """On the rank's device. A copy from memory that the system may move waits for all that the GPU is doing."""
         if self._device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.contiguous().pin_memory()  # an expanded one has no memory of its own
-        return tensor.to(self._device, non_blocking=True)
+        # Each part counts its changes by itself: models that mask their input in place would else spoil for backward
+        # what they kept of other micro-batches.
+        return tensor.to(self._device, non_blocking=True).data
 
     def _sliced(self, rows: Batch, portion: Portion) -> tuple[Batch, ContextMask | None]:
         """Of these rows the tokens that this rank reads, where it does not read all."""

@@ -3,16 +3,20 @@
 Dropout's, noise's and random routers' are a function of (seed, iteration, micro-batch, layer, part of the layer, who
 computes it), drawn from the device's default generator, which is seeded anew whenever one of these changes. So a
 recomputed layer draws the same numbers again, tensor-parallel ranks agree outside the split parts, and no state needs
-to be kept or saved.
+to be kept or saved. Some models draw masks of their input (SpecAugment) from the generators of NumPy and Python: these
+are seeded where a layer begins.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from galvatron.core.errors import InvalidInput
@@ -22,10 +26,15 @@ __all__ = ["LayerRandomness", "RandomState", "restored"]
 
 @contextmanager
 def restored(device: torch.device) -> Iterator[None]:
-    """Leave the default generators as they were found."""
+    """Leave the default generators as they were found, those of NumPy and Python too."""
     devices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class LayerRandomness:
     needed: bool | None
     """Whether the layer draws in training; None: nothing in it says so, its first forward will show."""
 
+    _on_host: bool | None = None
+    """Whether it draws from the generators of NumPy or Python; None: its first forward will show."""
     _step: tuple[int, int] | None = None
     """Iteration and micro-batch; None while nothing is drawn."""
     _part: int = 0
@@ -63,6 +74,10 @@ class LayerRandomness:
         self._step = step if self.needed is not False else None
         self._part, self._ended = 0, False
         self.outside()
+        if step is not None and self._on_host is not False:
+            number = self._number(step, 0, self._who_outside)
+            np.random.seed(number % 2**32)
+            random.seed(number)
 
     def end(self) -> None:
         """At the end of that forward: nothing of the layer runs until it begins again."""
@@ -74,12 +89,15 @@ class LayerRandomness:
 
         Where it does under TP, ranks draw alike in split parts, too: nothing tells them where these begin.
         """
-        if self.needed is not None:
+        if self.needed is not None and self._on_host is not None:
             yield
             return
-        before = self._generator().get_state()
+        before, on_host = self._generator().get_state(), _host_state()
         yield
-        self.needed = not torch.equal(before, self._generator().get_state())
+        if self.needed is None:
+            self.needed = not torch.equal(before, self._generator().get_state())
+        if self._on_host is None:
+            self._on_host = on_host != _host_state()
 
     def inside(self) -> None:
         """Entering a split part: every rank its own numbers."""
@@ -87,7 +105,11 @@ class LayerRandomness:
 
     def outside(self) -> None:
         """Leaving it: the same numbers on all tensor-parallel ranks, unless they hold different tokens."""
-        self._seed(self.tensor + 1 if self.sequence else 0)
+        self._seed(self._who_outside)
+
+    @property
+    def _who_outside(self) -> int:
+        return self.tensor + 1 if self.sequence else 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else each call of it is compiled anew
     def _seed(self, who: int) -> None:
@@ -100,11 +122,18 @@ class LayerRandomness:
                 "recompute (+rc), or train without dropout or without TP"
             )
         self._part += 1
-        key = (self.seed, *self._step, self.layer, self.rows, self._part, who)
-        number = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-        self._generator().manual_seed(number)
+        self._generator().manual_seed(self._number(self._step, self._part, who))
+
+    def _number(self, step: tuple[int, int], part: int, who: int) -> int:
+        key = (self.seed, *step, self.layer, self.rows, part, who)
+        return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
     def _generator(self) -> torch.Generator:
         if self.device.type == "cuda":
             return torch.cuda.default_generators[self.device.index or 0]
         return torch.default_generator
+
+
+def _host_state() -> tuple[Any, ...]:
+    kind, numbers, *rest = np.random.get_state()
+    return kind, np.asarray(numbers).tobytes(), *rest, random.getstate()
