@@ -11,7 +11,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from galvatron.core.spec import Schedule, Strategy
 from galvatron.planner.cost import NEVER, Integers, Pace, Tables, held_bytes, iteration_ns
@@ -19,19 +18,13 @@ from galvatron.planner.search.bounds import Floats
 from galvatron.planner.search.candidates import Candidates, Columns, Lean
 from galvatron.planner.search.cuts import CutMatrix, Cuts, best_cuts, cuts_bound
 from galvatron.planner.search.layers import Layers, Signature, Spans
+from galvatron.planner.search.least_times import LeastTimes
 from galvatron.planner.search.peaks import Sums
 from galvatron.planner.search.stage import StageProblem, StageSolution
 from galvatron.planner.search.tied import TiedWeights, solve_roughly, solve_tied
 from galvatron.planner.search.watch import UNWATCHED
 
 __all__ = ["Candidate", "Combination", "Solved"]
-
-_MULTIPLIERS = 16
-"""Bounds on all stages use at most so many multipliers; more would hardly tighten them."""
-
-
-def _thinned(lams: Floats) -> Floats:
-    return lams[:: -(-len(lams) // _MULTIPLIERS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +57,6 @@ class Candidate:
     micro_batches: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefixes:
-    """What all layers before a position, (P,) of them, need and cost at least."""
-
-    transient: Integers
-    """Of each kind of layer the least, (T,)."""
-    needed: Integers
-    """The least memory, (P,)."""
-    lams: Floats
-    priced: Floats
-    """By multiplier, (N, P), least time + λ·memory, of memory what is above the least, to keep it accurate."""
-
-
 class Combination:
     """Search over cuts and strategies for one (pipeline degree, batch, micro-batches)."""
 
@@ -101,14 +81,13 @@ class Combination:
         self._apart = candidates.tables_of(self.micro_batch, micro_batches)
         self.transfer = self.costs.transfer_ns(self.micro_batch)
         self.gradient_transfer = self.costs.gradient_transfer_ns(self.micro_batch)
+        self._least = LeastTimes(layers, candidates, self._apart, (self.transfer, self.gradient_transfer), budget)
         self._solved: dict[int, dict[int, _Known]] = {}
         """By the number of a stage and its micro-batches in flight."""
         self._times: dict[int, Floats] = {}
         """By micro-batches in flight what is known of stages, (N,) by their number."""
         self._matrices: dict[int, CutMatrix] = {}
         """The same by end and width."""
-        self._prefixes: dict[int, _Prefixes] = {}
-        """By micro-batches in flight."""
         self._solving = False
         """Whether it pays to know which stages do not fit."""
         self._width = min(layers.count - pipeline_degree + 1, 2 * -(-layers.count // pipeline_degree) + 4)
@@ -156,7 +135,7 @@ class Combination:
         if self.fixed:
             ends, widths = np.array(self.fixed[1:]), np.diff(self.fixed)
             held = [min(self.in_flight)] * self.stages if few_counts else list(self.in_flight)
-            bounds = {count: self._bounds(count, ends, widths) for count in set(held)}
+            bounds = {count: self._least.times(count, ends, widths) for count in set(held)}
             stages = [bounds[count][p] for p, count in enumerate(held)]
             slowest = max(stages)
             return float(self.pace.whole_ns(sum(stages), slowest)) if np.isfinite(slowest) else np.inf
@@ -187,7 +166,9 @@ class Combination:
         """A bound on iterations in which some stage is longer than any considered so far."""
         if self._width >= self.layers.count - self.stages + 1:
             return np.inf
-        least = self._bounds(min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1)
+        least = self._least.times(
+            min(self.in_flight), np.arange(self._width + 1, self.layers.count + 1), self._width + 1
+        )
         return (self.pace.total + self.pace.slowest) * float(least.min())
 
     @property
@@ -203,7 +184,7 @@ class Combination:
     def _stage_times(self, in_flight_count: int) -> Floats:
         """(N,) times of stages at least, by their number."""
         if in_flight_count not in self._times:
-            times = self._bounds(in_flight_count, self._spans.ends, self._spans.widths)
+            times = self._least.times(in_flight_count, self._spans.ends, self._spans.widths)
             if self._solving:
                 self._rule_out(times, in_flight_count)
             self._times[in_flight_count] = times
@@ -221,43 +202,6 @@ class Combination:
         for count, times in self._times.items():
             self._rule_out(times, count)
         self._matrices.clear()
-
-    def _bounds(self, in_flight_count: int, ends: NDArray[np.int64], widths: NDArray[np.int64] | int) -> CutMatrix:
-        """Lagrangian bounds of stages given by end and width: differences of sums over all layers before a position.
-        What has no layers, or begins before the first, is impossible."""
-        begins = np.maximum(ends - widths, 0)
-        prefixes = self._prefixes_of(in_flight_count)
-        before = self.layers.counts_before
-        present = before[:, ends] > before[:, begins]
-        room = self.budget - np.where(present, prefixes.transient.reshape(-1, *[1] * ends.ndim), 0).max(axis=0)
-        room = room - (prefixes.needed[ends] - prefixes.needed[begins])
-        bounds = np.full(room.shape, -np.inf)
-        for lam, sums in zip(prefixes.lams, prefixes.priced, strict=True):
-            np.maximum(bounds, sums[ends] - sums[begins] - lam * room, out=bounds)
-        entry, leave = self._least_transfers
-        bounds += entry[begins] + leave[ends]
-        impossible = (room < 0) | (ends <= begins) | (ends < widths) | (bounds >= NEVER)
-        return np.where(impossible, np.inf, np.ceil(bounds - 1e-3))
-
-    def _prefixes_of(self, in_flight_count: int) -> _Prefixes:
-        if in_flight_count not in self._prefixes:
-            prices, before = self.candidates.prices(self._apart, np.array([in_flight_count])), self.layers.counts_before
-            lams = _thinned(prices.multipliers(0))
-            priced: Floats = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
-            self._prefixes[in_flight_count] = _Prefixes(prices.transient[0], prices.memory[0] @ before, lams, priced)
-        return self._prefixes[in_flight_count]
-
-    @cached_property
-    def _least_transfers(self) -> tuple[Integers, Integers]:
-        """Least time to receive a stage's input, by where it begins, and its output's gradient, by where it ends."""
-        kinds, usable = self.layers.kinds, self._apart.plain.time_ns[0] < NEVER
-        layouts = np.zeros((len(usable), len(self.costs.layouts)), dtype=bool)
-        for kind, row in enumerate(usable):
-            layouts[kind, self.costs.layout_of[row]] = True
-        entry, leave = (np.zeros(self.layers.count + 1, dtype=np.int64) for _ in range(2))
-        entry[1:-1] = np.where(layouts[kinds[1:]], self.transfer[kinds[:-1]], NEVER).min(axis=1)
-        leave[1:-1] = np.where(layouts[kinds[:-1]], self.gradient_transfer[kinds[:-1]], NEVER).min(axis=1)
-        return entry, leave
 
     # ------------------------------------------------------------------ memory
 
