@@ -75,6 +75,14 @@ def test_a_plan_of_another_model(model: dict[str, Any], expected: str) -> None:
     assert "plan again" in message
 
 
+def test_arguments_of_another_kind() -> None:
+    given: Any = None
+    with pytest.raises(InvalidInput, match=r"plan: a NoneType given; expected a plan of galvatron\.plan or Plan\.load"):
+        galvatron.parallelize(None, given)
+    with pytest.raises(InvalidInput, match="folder: None given; expected the one of the checkpoints"):
+        galvatron.Checkpoints(given)
+
+
 def test_heads_that_do_not_divide() -> None:
     """In a plan that somebody edited: the planner makes none."""
     case = replace(_CASE, config=config("bert", num_attention_heads=1), stages=[["dp2"] * 4])

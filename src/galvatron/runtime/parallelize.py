@@ -98,6 +98,8 @@ def parallelize(model: Model, plan: Plan, **options: Unpack[ParallelizeOptions])
     unknown = options.keys() - ParallelizeOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"parallelize() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+    if not isinstance(plan, Plan):
+        raise InvalidInput(f"plan: a {type(plan).__name__} given; expected a plan of galvatron.plan or Plan.load")
     report_input()
     join(alone=sum(len(stage.devices) for stage in plan.stages) == 1, in_turn=len(plan.stages) == 1)
     report_failures()

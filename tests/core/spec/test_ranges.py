@@ -13,7 +13,7 @@ from rich.console import Console
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.files.clusters import load_cluster
-from galvatron.core.spec import LayerMemory, LayerSpec, LayerTime, ModelSpec, TensorParallel, Training
+from galvatron.core.spec import LayerMemory, LayerSpec, LayerTime, ModelSpec, Strategy, TensorParallel, Training
 from galvatron.core.spec.figures import MOST_LAYERS
 from galvatron.core.spec.tuning import Lora
 from galvatron.planner.plan.advice import make_plan
@@ -25,7 +25,9 @@ LAYER = LayerSpec(
     name="block", parameters=10**6, forward_flops=10**9, split_activation_bytes=2**20, boundary_bytes=2**16
 )
 _ANY: Any = LAYER
-"""For figures of the wrong type."""
+_TRAINING: Any = Training
+_STRATEGY: Any = Strategy
+"""For values of the wrong type."""
 TITANS = load_cluster("titan-rtx-8")
 
 
@@ -58,6 +60,14 @@ def _model(layer: LayerSpec, count: int = 4) -> ModelSpec:
         (lambda: replace(TITANS.device, memory_bytes=2**60), "memory_bytes is 1152921504606846976; expected"),
         (lambda: replace(TITANS.device, fp32_flops_per_s=0.0), "fp32_flops_per_s is 0"),
         (lambda: replace(TITANS, fragmentation=1.0), "fragmentation is 1"),
+        (lambda: replace(TITANS.levels[0], units=None), "units is None; expected a whole number"),
+        (lambda: replace(TITANS.levels[0], shared=None), "shared is None; expected True or False"),
+        (lambda: replace(TITANS, name=5), "cluster 5: name is 5; expected text"),
+        (lambda: replace(TITANS, device="h100"), "device is 'h100'; expected a Device"),
+        (lambda: replace(TITANS, levels=(5,)), r"levels is \(5,\); expected a tuple, of a Level each"),
+        (lambda: _TRAINING(precision="bf16"), "precision is 'bf16'; expected Precision.FP32 or .* or Precision.BF16"),
+        (lambda: replace(_model(LAYER), layers=[1]), r"layers is \[1\]; expected a tuple, of a LayerSpec each"),
+        (lambda: _STRATEGY(5), "5 given as axes; expected a tuple of Axis, or Strategy.parse"),
         (
             lambda: replace(TITANS, levels=(replace(TITANS.levels[0], units=2**20),) * 2),
             "its levels join 1099511627776 devices",
@@ -67,7 +77,7 @@ def _model(layer: LayerSpec, count: int = 4) -> ModelSpec:
         (lambda: LayerMemory(layer="block", activation_bytes=2**60, transient_bytes=0), "activation_bytes is"),
     ],
 )
-def test_a_figure_out_of_range_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+def test_a_fact_that_cannot_be_is_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)

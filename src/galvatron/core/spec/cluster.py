@@ -19,7 +19,7 @@ from typing import Any
 
 from galvatron.core.errors import InvalidInput, OutOfRange
 from galvatron.core.spec.device import Device
-from galvatron.core.spec.figures import MOST_DEVICES, check_figures
+from galvatron.core.spec.figures import MOST_DEVICES, check_facts
 from galvatron.core.spec.layout import Factor, degree_of
 
 __all__ = ["Cluster", "Collective", "Level", "Link", "MeasuredGroup"]
@@ -45,7 +45,7 @@ class Level:
     """Whether a unit has one link to the others, which the groups that cross it at the same time divide."""
 
     def __post_init__(self) -> None:
-        check_figures(self, f"level {self.name!r}")
+        check_facts(self, f"level {self.name!r}")
 
 
 class Collective(StrEnum):
@@ -88,7 +88,7 @@ class MeasuredGroup:
     all_to_all_latency_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_figures(self, f"group {self.ranks}")
+        check_facts(self, f"group {self.ranks}")
 
     def link(self, collective: Collective) -> Link | None:
         """What was measured of a collective; None: nothing."""
@@ -122,7 +122,7 @@ class Cluster:
     """Where the figures come from."""
 
     def __post_init__(self) -> None:
-        check_figures(self, f"cluster {self.name!r}")
+        check_facts(self, f"cluster {self.name!r}")
         if self.devices > MOST_DEVICES:
             raise OutOfRange(
                 f"cluster {self.name!r}: its levels join {self.devices} devices; expected at most {MOST_DEVICES}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron.core.errors import InvalidInput, OutOfRange
-from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.figures import check_facts
 from galvatron.core.spec.training import Precision
 
 __all__ = ["MOST_MEMORY_BYTES", "Device", "Roofline"]
@@ -70,7 +70,7 @@ class Device:
     """What it draws while it trains, its share of the host included where that is known; None: not said."""
 
     def __post_init__(self) -> None:
-        check_figures(self, f"device {self.name!r}")
+        check_facts(self, f"device {self.name!r}")
         if not 1 <= self.memory_bytes <= MOST_MEMORY_BYTES:
             raise OutOfRange(
                 f"device {self.name!r}: memory_bytes is {self.memory_bytes}; expected from 1 to {MOST_MEMORY_BYTES}"

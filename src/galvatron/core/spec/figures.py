@@ -1,4 +1,4 @@
-"""Ranges of figures: what no model, cluster or profile can have is refused where it is given, from files and Python.
+"""What facts may be: what no model, cluster or profile can have is refused where it is given, from files and Python.
 
 A figure's unit is in its name, and the unit has a range: wide enough for all that exists, and narrow enough that what
 the planner computes from it is a finite number. What leaves the range of its integers all the same (a layer that
@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import fields
+from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, cast
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 from galvatron.core.errors import OutOfRange
 
-__all__ = ["MOST_DEVICES", "MOST_LAYERS", "MOST_SAMPLES", "MOST_TOKENS", "check_figures"]
+__all__ = ["MOST_DEVICES", "MOST_LAYERS", "MOST_SAMPLES", "MOST_TOKENS", "check_facts"]
 
 MOST_LAYERS = 2048
 """Of a model. Tables of stages grow with the square of it."""
@@ -75,12 +77,12 @@ _RANGES = {
 """By the last words of a figure's name."""
 
 
-def check_figures(facts: Any, what: str) -> None:
-    """Raises :class:`OutOfRange` where a figure of a dataclass is out of range; ``what`` says whose figures they are.
-
-    A figure that is None was not given.
+def check_facts(facts: Any, what: str) -> None:
+    """Raises :class:`OutOfRange` where a dataclass has a figure out of range, or a value of another kind than its field
+    says; ``what`` says whose facts they are.
     """
-    for name, limits in _figures(cast("Hashable", type(facts))):
+    cls = cast("Hashable", type(facts))
+    for name, limits in _figures(cls):
         value = getattr(facts, name)
         if value is None:
             continue
@@ -89,6 +91,42 @@ def check_figures(facts: Any, what: str) -> None:
             raise OutOfRange(f"{what}: {name} is {_shown(value)}; expected {limits.expected}")
         if not limits.whole and isinstance(value, int):  # files read it back as 300e9
             object.__setattr__(facts, name, float(value))
+    for name, kinds in _kinds(cls):
+        value = getattr(facts, name)
+        if not any(_is_a(value, each) for each in kinds):
+            expected = " or ".join(_kind_shown(each) for each in kinds)
+            raise OutOfRange(f"{what}: {name} is {_shown(value)}; expected {expected}")
+
+
+@cache
+def _kinds(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Of each field the types that its values may have."""
+    hints = get_type_hints(kind)
+    unions = (Union, UnionType)
+    kinds = {
+        each.name: get_args(hint) if get_origin(hint := hints[each.name]) in unions else (hint,)
+        for each in fields(kind)
+    }
+    return tuple((name, given) for name, given in kinds.items() if Any not in given)
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
+    return isinstance(value, get_origin(kind) or kind)
+
+
+def _kind_shown(kind: Any) -> str:
+    """In plain words, for errors."""
+    if get_origin(kind) is tuple:
+        return f"a tuple, of {_kind_shown(get_args(kind)[0])} each"
+    name: str = getattr(kind, "__name__", str(kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " or ".join(f"{name}.{each}" for each in kind.__members__)
+    words = {NoneType: "None", str: "text", bool: "True or False", int: "a whole number", float: "a number"}
+    return words.get(kind) or f"a {name}"
 
 
 @cache

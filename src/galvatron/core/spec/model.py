@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from galvatron.core.errors import InvalidInput, OutOfRange
-from galvatron.core.spec.figures import MOST_LAYERS, check_figures
+from galvatron.core.spec.figures import MOST_LAYERS, check_facts
 from galvatron.core.spec.float8 import Float8
 from galvatron.core.spec.layout import degree_of
 from galvatron.core.spec.parts import Context, Experts, FusedLoss, Kept, TensorParallel
@@ -90,7 +90,7 @@ class LayerSpec:
     def __post_init__(self) -> None:
         for part in (self, self.experts, self.tuning, self.fused_loss, self.float8, self.selective, self.but_attention):
             if part is not None:
-                check_figures(part, f"layer {self.name!r}")
+                check_facts(part, f"layer {self.name!r}")
         for name in ("tied_parameters", "replicated_parameters"):
             if getattr(self, name) > self.parameters:
                 raise OutOfRange(
@@ -233,6 +233,7 @@ class ModelSpec:
             raise InvalidInput(f"model {self.name!r}: it has no layers; a model needs at least one")
         if len(self.layers) > MOST_LAYERS:
             raise InvalidInput(f"model {self.name!r}: it has {len(self.layers)} layers; expected at most {MOST_LAYERS}")
+        check_facts(self, f"model {self.name!r}")
         kinds: dict[str, LayerSpec] = {}
         for layer in self.layers:
             if kinds.setdefault(layer.name, layer) != layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron.core.errors import OutOfRange
-from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.figures import check_facts
 from galvatron.core.spec.strategy import Kind, Strategy
 
 __all__ = ["Context", "Experts", "FusedLoss", "Kept", "TensorParallel"]
@@ -28,7 +28,7 @@ class TensorParallel:
     divide each of them. Empty: it cannot be divided."""
 
     def __post_init__(self) -> None:
-        check_figures(self, "tensor_parallel")
+        check_facts(self, "tensor_parallel")
         for name in ("divides", "sequence_divides"):
             wrong = [count for count in getattr(self, name) if not 1 <= count < 2**63]
             if wrong:
@@ -60,7 +60,7 @@ class Context:
     """Keys and values of one sample together."""
 
     def __post_init__(self) -> None:
-        check_figures(self, "context")
+        check_facts(self, "context")
 
     def problem(self, strategy: Strategy) -> str | None:
         """Why sequences cannot be divided as the strategy says; None: they can. TP divides heads before Ulysses does; a

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.figures import check_facts
 
 __all__ = ["LayerGrade", "LayerMemory", "LayerTime", "ModelProfile"]
 
@@ -51,7 +51,7 @@ class LayerTime:
     fused_loss: bool = False
 
     def __post_init__(self) -> None:
-        check_figures(self, f"times of {self.layer!r}")
+        check_facts(self, f"times of {self.layer!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class LayerMemory:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        check_figures(self, f"memory of {self.layer!r}")
+        check_facts(self, f"memory of {self.layer!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class LayerGrade:
     """Saved for backward by one sample, the layer's input included."""
 
     def __post_init__(self) -> None:
-        check_figures(self, f"grade {self.grade!r} of {self.layer!r}")
+        check_facts(self, f"grade {self.grade!r} of {self.layer!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

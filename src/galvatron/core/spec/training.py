@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.figures import check_facts
 from galvatron.core.spec.optimizer import ADAMW
 from galvatron.core.spec.tuning import Lora
 
@@ -72,7 +72,7 @@ class Training:
     """Adapters that train, while all that the model has itself does not; None: there are none."""
 
     def __post_init__(self) -> None:
-        check_figures(self, "training")
+        check_facts(self, "training")
 
     @property
     def tunes(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from galvatron.core.errors import InvalidInput
-from galvatron.core.spec.figures import check_figures
+from galvatron.core.spec.figures import check_facts
 
 __all__ = ["ALL_LINEAR", "Lora", "Tuning", "is_within", "stock_kind"]
 
@@ -26,7 +26,7 @@ class Lora:
     ``norm`` is the end of ``input_layernorm``, too. None: nobody has said, and the model's class decides."""
 
     def __post_init__(self) -> None:
-        check_figures(self, "lora")
+        check_facts(self, "lora")
         if self.rank < 1 or not self.alpha > 0:
             raise InvalidInput(f"lora: rank {self.rank}, alpha {self.alpha:g} given; expected at least 1, and above 0")
         if not self.targets:
