@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,6 +229,14 @@ def test_losses_compare_as_numbers() -> None:
     assert loss == other == 1.5
     assert loss != 2.0
     assert none != none, "the usual test for what is no number"
+
+
+def test_losses_are_taken_for_numbers() -> None:
+    """By Python and by NumPy, in lists too."""
+    loss: Any = PendingLoss(torch.tensor(2.5), None)
+    assert (int(loss), loss // 1, loss % 2, 2**loss, math.exp(loss)) == (2, 2.0, 0.5, 2**2.5, math.exp(2.5))
+    assert np.array([loss, loss]).dtype == np.float64
+    assert np.isfinite(loss)
 
 
 def test_losses_are_taken_for_tensors() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -84,6 +86,12 @@ class PendingLoss:
     def __float__(self) -> float:
         return self.item()
 
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.item(), dtype)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
@@ -121,6 +129,12 @@ class PendingLoss:
     def __truediv__(self, other: Any) -> Any:
         return self.item() / _number(other)
 
+    def __floordiv__(self, other: Any) -> Any:
+        return self.item() // _number(other)
+
+    def __mod__(self, other: Any) -> Any:
+        return self.item() % _number(other)
+
     def __pow__(self, other: Any) -> Any:
         return self.item() ** _number(other)
 
@@ -135,6 +149,9 @@ class PendingLoss:
 
     def __rtruediv__(self, other: Any) -> Any:
         return other / self.item()
+
+    def __rpow__(self, other: Any) -> Any:
+        return other ** self.item()
 
     def __lt__(self, other: Any) -> bool:
         return bool(self.item() < _number(other))

@@ -56,9 +56,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
         """``keep``: how many steps stay; older ones are deleted when a new one is complete."""
         if not isinstance(folder, str | Path) or not str(folder):
-            raise InvalidInput(
-                f"folder: {folder!r} given; expected the one of the checkpoints, such as 'checkpoints'"
-            )
+            raise InvalidInput(f"folder: {folder!r} given; expected the one of the checkpoints, such as 'checkpoints'")
         if not isinstance(keep, int) or keep < 1:
             raise InvalidInput(f"keep: {keep!r} given; expected at least 1, the checkpoint just saved")
         self._folder, self._keep = Path(folder), keep
