@@ -75,6 +75,33 @@ def test_a_plan_of_another_model(model: dict[str, Any], expected: str) -> None:
     assert "plan again" in message
 
 
+def _train(plan: galvatron.Plan, batch: dict[str, Tensor]) -> float | str:
+    """On a rank: the loss, or why there is none."""
+    try:
+        return float(galvatron.parallelize(None, plan, device="cpu").forward_backward(batch))
+    except InvalidInput as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_masks_of_each_head(family: str) -> None:
+    """One that is the same for all heads trains; where TP divides heads it is refused."""
+    case = replace(_CASE, config=config(family), micro_batches=1, stages=[["dp2"] * 4])
+    batch = dict(batches(case)[0])
+    rows, length = batch["input_ids"].shape
+    for heads in (1, 8):
+        mask = torch.ones(rows, heads, length, length, dtype=torch.bool).tril()
+        one, two = (
+            ranks(2).run(_train, plan_for(replace(case, stages=[[strategy] * 4])), {**batch, "attention_mask": mask})
+            for strategy in ("dp2", "tp2")
+        )
+        if heads == 1:
+            assert one == pytest.approx(two)
+        else:
+            assert all(isinstance(loss, float) for loss in one)
+            assert all("'attention_mask' has a mask for each of 8 heads, which 'tp2' of layer" in why for why in two)
+
+
 def test_arguments_of_another_kind() -> None:
     given: Any = None
     with pytest.raises(InvalidInput, match=r"plan: a NoneType given; expected a plan of galvatron\.plan or Plan\.load"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galvatron.core.spec import degree_of, schedule_named
+from galvatron.core.errors import InvalidInput
+from galvatron.core.spec import Kind, degree_of, schedule_named
 from galvatron.families.layer import LayeredModel, Tie
 from galvatron.families.rules import Columns, Vocabulary
 from galvatron.families.weights import Weights
@@ -41,6 +43,16 @@ __all__ = ["build"]
 def build(plan: Plan, layered: LayeredModel, settings: ComputeSettings, weights: Weights) -> ParallelModel:
     """This rank's share of a model under a plan that was checked to go with it."""
     return _Builder(plan, layered, settings).build(weights)
+
+
+def _check_masks(samples: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Refuse masks of each head where heads are divided."""
+    for name, shape in samples.items():
+        if name.endswith("attention_mask") and len(shape) == 3 and shape[0] > 1:  # heads, queries, keys
+            raise InvalidInput(
+                f"batch: {name!r} has a mask for each of {shape[0]} heads, which {what} divides over ranks; give one "
+                "mask for all heads, or a plan without TP"
+            )
 
 
 class _Builder:
@@ -81,8 +93,9 @@ class _Builder:
             settings=self.settings,
         )
         reader.context_groups = self._context_groups
-        if any(strategy.layout.sequence for stage in self.stages for strategy in stage.strategies):
-            reader.check_shapes = cache(self._check_lengths)
+        strategies = [strategy for stage in self.stages for strategy in stage.strategies]
+        if any(strategy.layout.sequence or strategy.degree(Kind.TP) > 1 for strategy in strategies):
+            reader.check_shapes = cache(self._check_shapes)
 
         def expect_backward(last: bool) -> None:
             for unit in assembly.units:
@@ -130,10 +143,13 @@ class _Builder:
         assert portion.context is not None
         return self.pool.context_names(Position(self.stage.ranks, self.rank), portion.context)
 
-    def _check_lengths(self, samples: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    def _check_shapes(self, samples: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
         """Every rank finds out before any of them sends, because messages of other lengths would end the process."""
         for stage in self.stages:
             for index, strategy in zip(stage.layers, stage.strategies, strict=True):
+                if strategy.degree(Kind.TP) > 1:
+                    masks = {name: shape for name, shape in samples if name in self.layered.layers[index].inputs}
+                    _check_masks(masks, f"{str(strategy)!r} of layer {index}")
                 if strategy.layout.sequence:
                     for shape in self.layered.carried(index, dict(samples)):
                         check_length(strategy.layout, shape[0], f"{str(strategy)!r} of layer {index}")
