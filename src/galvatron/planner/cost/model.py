@@ -363,14 +363,15 @@ class StageCosts:
             seconds = np.where(back > 0, seconds, self._forward_rates.change_s(micro_batch, size))
         return rounded_up(seconds * 1e9)
 
-    def gradient_transfer_ns(self, micro_batch: int) -> Integers:
+    def gradient_transfer_ns(self, micro_batch: int | Integers) -> Integers:
         """The same for gradients, which come back where anything up to there trains."""
         return self.transfer_ns(micro_batch) * (self._layers.has_backward > 0)
 
-    def transfer_ns(self, micro_batch: int) -> Integers:
+    def transfer_ns(self, micro_batch: int | Integers) -> Integers:
         """One direction of the transfer between stages after a layer of each kind, by the receiver's layout: (T, K).
 
-        A rank receives just the rows and the part of the sequence that its layout asks for, whatever the sender's is.
+        Of sizes (N, 1, 1) it is (N, T, K). A rank receives just the rows and the part of the sequence that its layout
+        asks for, whatever the sender's is.
         """
         if self._stage_link is None:
             return np.zeros((len(self._layers.boundary_bytes), len(self.layouts)), dtype=np.int64)

@@ -343,8 +343,9 @@ class Search:
     def _bounds_of(self, degree: int, pairs: Sequence[tuple[int, int]], *, least: bool) -> Floats:
         """Lower bounds in nanoseconds on the iterations of many combinations of one pipeline degree at once.
 
-        All stages together have degree times the budget. The slowest stage takes at least the mean; and at least what
-        layers of a kind take of which some stage has so many, because there are not more stages.
+        All stages together have degree times the budget, and pass data on where that takes least time. The slowest
+        takes at least the mean; and at least what layers of a kind take of which some stage has so many, because there
+        are not more stages.
         """
         candidates = self.candidates_of(degree)
         prices = self._prices(degree, pairs, candidates.least_tables if least else candidates.tables)
@@ -354,19 +355,33 @@ class Search:
         together = -(-counts // degree)
         room_together = self.problem.budget - transient - prices.memory * together
         lams = prices.multipliers(len(pairs) // 2)
-        lams = lams[:: max(1, len(lams) // 12)]
+        lams = lams[:: -(-len(lams) // 12)]
         total = np.full(len(pairs), -np.inf)
         slowest = prices.time.max(axis=1).astype(np.float64)
         for lam in lams:
             priced = prices.priced(lam)
             total = np.maximum(total, priced @ counts - lam * room)
             slowest = np.maximum(slowest, (priced * together - lam * room_together).max(axis=1))
+        if degree > 1:
+            total = total + self._least_transfers(degree, pairs)
         contention = self.problem.cost.cluster.compute_contention
         paces = [Pace.of(self.problem.schedule, degree, count, contention) for _, count in pairs]
         again = np.array([pace.slowest for pace in paces]) * np.maximum(total / degree, slowest)
         bounds = np.array([pace.total for pace in paces]) * total + again
         possible = (room >= 0) & (room_together >= 0).all(axis=1) & (slowest < NEVER)
         return np.where(possible, bounds, np.inf)
+
+    def _least_transfers(self, degree: int, pairs: Sequence[tuple[int, int]]) -> Integers:
+        """Between all stages, there and back, where the layers are cut so that it takes least time."""
+        costs = self.candidates_of(degree).costs
+        sizes = np.array([batch // count for batch, count in pairs])[:, None, None]
+        each = costs.transfer_ns(sizes).min(axis=-1) + costs.gradient_transfer_ns(sizes).min(axis=-1)
+        places = np.bincount(self.layers.kinds[:-1], minlength=each.shape[1])
+        order = np.argsort(each, axis=1)
+        offered = places[order]
+        cuts = np.clip(degree - 1 - (offered.cumsum(axis=1) - offered), 0, offered)
+        least: Integers = (np.take_along_axis(each, order, 1) * cuts).sum(axis=1)
+        return least
 
 
 def _cutoff(batch: int, best: _Best | None) -> float:
