@@ -26,10 +26,9 @@ from typing import Any
 from galvatron.core.errors import GalvatronError
 from galvatron.processes.virtual import virtual_gpus
 from launching import launch
-from sizes import Size
+from sizes import Size, Step
 
 RANKS = 8
-Step = Callable[[], Any]
 
 
 @dataclass(kw_only=True)

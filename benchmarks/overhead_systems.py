@@ -32,8 +32,7 @@ from galvatron.families import load_cluster
 from galvatron.families.bert.facts import Bert
 from galvatron.planner.plan.by_hand import priced
 from galvatron.planner.plan.planner import Request
-from overhead import Step
-from sizes import Size
+from sizes import Size, Step
 
 _RATE = 1e-4
 _MICRO_BATCHES = 8

@@ -1,7 +1,7 @@
 """Published training runs, priced as they ran: what presets promise beside what people measured.
 
-    python benchmarks/published.py        prints the table, writes it to docs/published.md and results/published.json
-    python benchmarks/published.py --fit  fits the rooflines of the presets again and says how stable they are (minutes)
+    python benchmarks/published.py      prints the table, writes it to docs/published.md and results/published.json
+    python benchmarks/published_fit.py  fits the rooflines of the presets again and says how stable they are (minutes)
 
 ``data/published_runs.csv`` has the runs, ``data/published_sources.csv`` where each comes from and what it does not say.
 Each run becomes a plan by hand on a preset: its model from its dimensions, its layout, batch and recompute.
@@ -30,7 +30,7 @@ from galvatron.planner.plan.plan import Plan
 from galvatron.planner.plan.planner import Request
 from galvatron.planner.plan.setup import Setup, request_for
 
-__all__ = ["HERE", "Priced", "Run", "predicted", "price", "read_runs", "read_sources"]
+__all__ = ["HERE", "Priced", "Run", "predicted", "price", "published", "read_runs", "read_sources"]
 
 HERE = Path(__file__).parent
 _PAGE = HERE.parent / "docs" / "published.md"
@@ -321,13 +321,7 @@ def _line(row: Priced) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the presets' rooflines again")
-    if parser.parse_args().fit:
-        from published_fit import report
-
-        print(report(read_runs()))
-        return
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = [compared(run) for run in read_runs()]
     text = tables(rows)
     print(text)

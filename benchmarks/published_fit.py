@@ -1,4 +1,6 @@
-"""The rooflines of presets, fitted to published runs (``published.py --fit``).
+"""The rooflines of presets, fitted to published runs, and how stable they are.
+
+    python benchmarks/published_fit.py   takes minutes
 
 Least squares of the logarithm of predicted over published throughput, over all runs marked ``fit``. The A100 and the
 H100 have two rates each. The H200 has the H100's chip, so the same rate of products; its attention is that of a newer
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from galvatron.core.spec import Device
-from published import Run, predicted, published
+from published import Run, predicted, published, read_runs
 
 __all__ = ["fitted", "report"]
 
@@ -86,3 +88,7 @@ def report(runs: Sequence[Run]) -> str:
         without = fitted(rest)[0]
         lines.append(f"{source} left out: {_shown(_errors(away, _changed(without)))}; {np.round(without, 2)}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report(read_runs()))

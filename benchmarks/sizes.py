@@ -1,11 +1,14 @@
-"""The BERTs that benchmarks of the runtime train."""
+"""The BERTs that benchmarks of the runtime train, and their training steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Size"]
+__all__ = ["Size", "Step"]
+
+Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
