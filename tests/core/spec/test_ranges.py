@@ -24,15 +24,20 @@ from galvatron.planner.plan.render import plan_view
 LAYER = LayerSpec(
     name="block", parameters=10**6, forward_flops=10**9, split_activation_bytes=2**20, boundary_bytes=2**16
 )
+TITANS = load_cluster("titan-rtx-8")
 _ANY: Any = LAYER
+_LEVEL: Any = TITANS.levels[0]
+_TITANS: Any = TITANS
 _TRAINING: Any = Training
 _STRATEGY: Any = Strategy
 """For values of the wrong type."""
-TITANS = load_cluster("titan-rtx-8")
 
 
 def _model(layer: LayerSpec, count: int = 4) -> ModelSpec:
     return ModelSpec(name="m", family="custom", layers=(layer,) * count, training=Training())
+
+
+_MODEL: Any = _model(LAYER)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +65,13 @@ def _model(layer: LayerSpec, count: int = 4) -> ModelSpec:
         (lambda: replace(TITANS.device, memory_bytes=2**60), "memory_bytes is 1152921504606846976; expected"),
         (lambda: replace(TITANS.device, fp32_flops_per_s=0.0), "fp32_flops_per_s is 0"),
         (lambda: replace(TITANS, fragmentation=1.0), "fragmentation is 1"),
-        (lambda: replace(TITANS.levels[0], units=None), "units is None; expected a whole number"),
-        (lambda: replace(TITANS.levels[0], shared=None), "shared is None; expected True or False"),
-        (lambda: replace(TITANS, name=5), "cluster 5: name is 5; expected text"),
-        (lambda: replace(TITANS, device="h100"), "device is 'h100'; expected a Device"),
-        (lambda: replace(TITANS, levels=(5,)), r"levels is \(5,\); expected a tuple, of a Level each"),
+        (lambda: replace(_LEVEL, units=None), "units is None; expected a whole number"),
+        (lambda: replace(_LEVEL, shared=None), "shared is None; expected True or False"),
+        (lambda: replace(_TITANS, name=5), "cluster 5: name is 5; expected text"),
+        (lambda: replace(_TITANS, device="h100"), "device is 'h100'; expected a Device"),
+        (lambda: replace(_TITANS, levels=(5,)), r"levels is \(5,\); expected a tuple, of a Level each"),
         (lambda: _TRAINING(precision="bf16"), "precision is 'bf16'; expected Precision.FP32 or .* or Precision.BF16"),
-        (lambda: replace(_model(LAYER), layers=[1]), r"layers is \[1\]; expected a tuple, of a LayerSpec each"),
+        (lambda: replace(_MODEL, layers=[1]), r"layers is \[1\]; expected a tuple, of a LayerSpec each"),
         (lambda: _STRATEGY(5), "5 given as axes; expected a tuple of Axis, or Strategy.parse"),
         (
             lambda: replace(TITANS, levels=(replace(TITANS.levels[0], units=2**20),) * 2),
