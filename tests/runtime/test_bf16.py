@@ -88,3 +88,38 @@ def test_buffers_that_must_have_the_type_of_activations(kind: str, content: dict
         expected = float(stock.to(torch.bfloat16)(**batch).loss)
     for loss in ranks(2).run(_first_loss, kind, content, plan, batch):
         assert loss == pytest.approx(expected, rel=5e-3)
+
+
+def _logits_widened(config: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.MambaForCausalLM(config).train()
+
+
+def _losses_of_widened(config: Any, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """On a rank: before and after a step."""
+    model = galvatron.parallelize(_logits_widened(config), plan, device="cpu", dtype="bf16", check=False)
+    optimizer = model.optimizer(torch.optim.SGD, lr=1.0)
+    first = float(model.forward_backward(batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    return first, float(model.forward_backward(batch))
+
+
+def test_a_fused_loss_where_the_model_widens_its_logits() -> None:
+    """``lm_head(hidden).float()`` meets the hidden states, which stand in for the logits."""
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4, use_cache=False)
+    ids = torch.arange(4, 36).view(4, 8)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    spec = galvatron.describe(_logits_widened(config), batch, Training())
+    request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=ONE_F_ONE_B)
+    plain, fused = (
+        ranks(2).run(
+            _losses_of_widened,
+            config,
+            priced(request, [["dp2"] * (len(spec.layers) - 1) + [head]], micro_batches=1),
+            batch,
+        )
+        for head in ("dp2", "dp2+fl")
+    )
+    assert plain[0][1] < plain[0][0] - 0.01
+    assert fused[0] == pytest.approx(plain[0], rel=2e-3)

@@ -102,6 +102,7 @@ class _ChunkedLoss(nn.Module):
         (projection,) = self._projection
         assert projection.used is not None
         (weight, bias), projection.used = projection.used, None
+        hidden = hidden.to(weight.dtype)  # the model may widen its logits
         loss: Tensor = _FusedCrossEntropy.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), self._chunk)
         return loss
 
