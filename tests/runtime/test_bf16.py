@@ -90,36 +90,38 @@ def test_buffers_that_must_have_the_type_of_activations(kind: str, content: dict
         assert loss == pytest.approx(expected, rel=5e-3)
 
 
-def _logits_widened(config: Any) -> Any:
+def _wide(config: Any) -> Any:
     torch.manual_seed(0)
     return transformers.MambaForCausalLM(config).train()
 
 
-def _losses_of_widened(config: Any, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tuple[float, float]:
-    """On a rank: before and after a step."""
-    model = galvatron.parallelize(_logits_widened(config), plan, device="cpu", dtype="bf16", check=False)
+def _losses_of_wide(config: Any, plan: galvatron.Plan, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """On a rank: evaluated first, then before and after a step."""
+    model = galvatron.parallelize(_wide(config), plan, device="cpu", dtype="bf16", check=False)
     optimizer = model.optimizer(torch.optim.SGD, lr=1.0)
-    first = float(model.forward_backward(batch))
+    evaluated, first = float(model.evaluate(batch)), float(model.forward_backward(batch))
+    assert evaluated == pytest.approx(first)
     optimizer.step()
     optimizer.zero_grad()
     return first, float(model.forward_backward(batch))
 
 
-def test_a_fused_loss_where_the_model_widens_its_logits() -> None:
-    """``lm_head(hidden).float()`` meets the hidden states, which stand in for the logits."""
-    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4, use_cache=False)
+def test_models_that_widen_what_they_carry() -> None:
+    """``lm_head(hidden).float()`` meets the hidden states, which stand in for the logits in a fused loss; and hidden
+    states between stages are in fp32, in whatever type a stage computes."""
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4, use_cache=False)
     ids = torch.arange(4, 36).view(4, 8)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    spec = galvatron.describe(_logits_widened(config), batch, Training())
+    spec = galvatron.describe(_wide(config), batch, Training())
     request = Request(model=spec, cluster=cluster_of(2), batch=4, schedule=ONE_F_ONE_B)
-    plain, fused = (
-        ranks(2).run(
-            _losses_of_widened,
-            config,
-            priced(request, [["dp2"] * (len(spec.layers) - 1) + [head]], micro_batches=1),
-            batch,
+    plain, *others = (
+        ranks(2).run(_losses_of_wide, config, priced(request, stages, micro_batches=micro_batches), batch)
+        for stages, micro_batches in (
+            ([["dp2"] * 4], 1),
+            ([["dp2"] * 3 + ["dp2+fl"]], 1),
+            ([["single", "single"], ["single", "single+fl"]], 2),
         )
-        for head in ("dp2", "dp2+fl")
     )
     assert plain[0][1] < plain[0][0] - 0.01
-    assert fused[0] == pytest.approx(plain[0], rel=2e-3)
+    for other in others:
+        assert other[0] == pytest.approx(plain[0], rel=2e-3)

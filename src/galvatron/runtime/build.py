@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Kind, degree_of, schedule_named
@@ -31,7 +29,7 @@ from galvatron.runtime.layout.groups import (
 from galvatron.runtime.layout.portions import Portion, Portions
 from galvatron.runtime.layout.tokens import check_length
 from galvatron.runtime.model import ParallelModel, RankParts
-from galvatron.runtime.pipeline.run import GradientsFrom, Neighbours, Pipeline
+from galvatron.runtime.pipeline.run import Borders, Neighbours, Pipeline
 from galvatron.runtime.pipeline.transfer import StageEnd, StageTransfer
 from galvatron.runtime.settings import ComputeSettings
 from galvatron.runtime.tied.across_stages import Holding, TieExchange, holdings
@@ -105,13 +103,10 @@ class _Builder:
             stage=assembly.stage,
             neighbours=self._neighbours(),
             actions=self.schedule.actions(self.number, len(self.stages), self.plan.micro_batches),
-            empty_inputs=self._empty_inputs,
+            input_shapes=self._input_shapes,
             device=self.settings.device,
             expect_backward=expect_backward,
-            gradients_from=GradientsFrom(
-                before=self.layered.first_trained < self.stage.first,
-                within=self.layered.first_trained <= self.stage.layers[-1],
-            ),
+            borders=Borders(before=self.layered.first_trained < self.stage.first),
         )
         last = self.stages[-1].strategies[-1]
         parts = RankParts(
@@ -154,18 +149,12 @@ class _Builder:
                     for shape in self.layered.carried(index, dict(samples)):
                         check_length(strategy.layout, shape[0], f"{str(strategy)!r} of layer {index}")
 
-    def _empty_inputs(self, batch: LocalBatch) -> tuple[Tensor, ...]:
+    def _input_shapes(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         layout = self.stage.strategies[0].layout
         rows = self.plan.micro_batch // self.stage.strategies[0].data_degree
         parts = layout.parts // self.stage.strategies[0].data_degree
         shapes = self.layered.carried(self.stage.first, batch.shapes)
-        dtypes = [self.settings.dtype] * len(shapes)
-        wide = self.layered.wide_activations
-        dtypes[len(shapes) - wide :] = [torch.promote_types(self.settings.dtype, torch.float32)] * wide
-        return tuple(
-            torch.empty((rows, shape[0] // parts, *shape[1:]), dtype=dtype, device=self.settings.device)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
+        return [(rows, shape[0] // parts, *shape[1:]) for shape in shapes]
 
     # Between stages
 

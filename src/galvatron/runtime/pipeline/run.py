@@ -21,7 +21,7 @@ from galvatron.runtime.collectives import finish
 from galvatron.runtime.pipeline.stage import Stage
 from galvatron.runtime.pipeline.transfer import StageTransfer
 
-__all__ = ["GradientsFrom", "Neighbours", "PassTimer", "Pipeline"]
+__all__ = ["Borders", "Neighbours", "PassTimer", "Pipeline"]
 
 
 class PassTimer:
@@ -67,38 +67,41 @@ class Neighbours:
     send_backward: StageTransfer | None = None
 
 
-@dataclass
-class GradientsFrom:
-    """Which activations between stages have gradients.
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of activations. A model may carry them in another type than its weights have (a residual in fp32)."""
 
-    Where nothing before a boundary trains, none has one. Elsewhere some may have none (what a frozen encoder or vision
-    tower made, that travels beside what a decoder makes), which the sending stage finds out in its first forward, and
-    tells once.
+
+@dataclass
+class Borders:
+    """Types of the activations that cross the stage's borders, and which of them have gradients.
+
+    Where nothing before a border trains, none has a gradient. Elsewhere some may have none (what a frozen encoder or
+    vision tower made, that travels beside what a decoder makes). The sending stage finds all this out in its first
+    forward, and tells once for training and once for evaluation.
     """
 
     before: bool = True
     """Whether anything before the stage trains."""
-    within: bool = True
-    """Whether anything before the stage's end trains."""
-    _heard: tuple[bool, ...] | None = None
-    _told: bool = False
+    _heard: dict[bool, tuple[tuple[torch.dtype, bool], ...]] = field(default_factory=dict)
+    """By whether it trains."""
+    _told: set[bool] = field(default_factory=set)
 
-    def heard(self, transfer: StageTransfer, inputs: Activations) -> tuple[bool, ...]:
-        """Whether each of the stage's inputs has a gradient."""
-        if not self.before:
-            return (False,) * len(inputs)
-        if self._heard is None:
-            flags = torch.ones(len(inputs), dtype=torch.uint8, device=inputs[0].device)
-            transfer.hear(flags)
-            self._heard = tuple(flag > 0 for flag in flags.tolist())
-        return self._heard
+    def heard(self, transfer: StageTransfer, count: int, device: torch.device) -> tuple[tuple[torch.dtype, bool], ...]:
+        """Of each of the stage's inputs its type, and whether it has a gradient."""
+        trains = torch.is_grad_enabled()
+        if trains not in self._heard:
+            codes = torch.zeros(count, dtype=torch.uint8, device=device)
+            transfer.hear(codes)
+            self._heard[trains] = tuple((_TYPES[code // 2], self.before and code % 2 > 0) for code in codes.tolist())
+        return self._heard[trains]
 
-    def told(self, transfer: StageTransfer, outputs: Activations) -> None:
-        """After the first forward, tell the next stage which of its inputs have one."""
-        if self.within and not self._told:
-            flags = [int(output.requires_grad) for output in outputs]
-            transfer.tell(torch.tensor(flags, dtype=torch.uint8, device=outputs[0].device))
-            self._told = True
+    def tell(self, transfer: StageTransfer, outputs: Activations) -> None:
+        """Tell the next stage of its inputs, before they are first sent."""
+        trains = torch.is_grad_enabled()
+        if trains not in self._told:
+            codes = [2 * _TYPES.index(output.dtype) + output.requires_grad for output in outputs]
+            transfer.tell(torch.tensor(codes, dtype=torch.uint8, device=outputs[0].device))
+            self._told.add(trains)
 
 
 @dataclass
@@ -122,13 +125,12 @@ class Pipeline:
     stage: Stage
     neighbours: Neighbours
     actions: Sequence[Action]
-    empty_inputs: Callable[[LocalBatch], Activations]
-    """Tensors to receive the stage's input in."""
+    input_shapes: Callable[[LocalBatch], Sequence[tuple[int, ...]]]
+    """Of this rank's part of what the stage receives for a micro-batch."""
     device: torch.device
     expect_backward: Callable[[bool], None]
     """Called before each backward, with whether it is the last."""
-    gradients_from: GradientsFrom = field(default_factory=lambda: GradientsFrom())
-    """Which of the activations that are received and sent have gradients."""
+    borders: Borders = field(default_factory=Borders)
     pass_timer: PassTimer | None = None
     """Takes the time of forward, backward and waiting for neighbours while there is one."""
     _sending: dict[StageTransfer, list[tuple[dist.Work, list[Tensor]]]] = field(default_factory=dict)
@@ -178,19 +180,21 @@ class Pipeline:
     def _forward(self, batch: LocalBatch, number: int, iteration: int) -> tuple[Activations, Activations]:
         inputs: Activations = ()
         if self.neighbours.receive_forward is not None:
-            inputs = self.empty_inputs(batch)
+            shapes = self.input_shapes(batch)
             with self._timed("receive", number):
+                heard = self.borders.heard(self.neighbours.receive_forward, len(shapes), self.device)
+                inputs = tuple(
+                    torch.empty(shape, dtype=dtype, device=self.device)
+                    for shape, (dtype, _) in zip(shapes, heard, strict=True)
+                )
                 self.neighbours.receive_forward.receive(inputs)
-            if torch.is_grad_enabled():
-                received = self.gradients_from.heard(self.neighbours.receive_forward, inputs)
-                for tensor, has_gradient in zip(inputs, received, strict=True):
-                    tensor.requires_grad_(has_gradient)
+            for tensor, (_, has_gradient) in zip(inputs, heard, strict=True):
+                tensor.requires_grad_(has_gradient)
         with self._timed("forward", number):
             outputs: Activations = self.stage(inputs, batch.micro_batches[number], (iteration, number))
         if self.neighbours.send_forward is not None:
+            self.borders.tell(self.neighbours.send_forward, outputs)
             self._send(self.neighbours.send_forward, outputs)
-            if torch.is_grad_enabled():
-                self.gradients_from.told(self.neighbours.send_forward, outputs)
         return inputs, outputs
 
     def _backward(self, done: _Pass, number: int) -> None:
