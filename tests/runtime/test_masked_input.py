@@ -22,6 +22,8 @@ import galvatron
 from galvatron.core.spec import Attention, Training
 from galvatron.families.build import without_weights
 from galvatron.families.registry import layered_model
+from galvatron.runtime.drawing import draws_on_host
+from galvatron.runtime.randomness import LayerRandomness
 from galvatron.runtime.unpriced import facts_of, unpriced
 
 _FRAMES, _MELS, _WORDS, _STEPS = 32, 8, 40, 2
@@ -98,3 +100,38 @@ def test_micro_batches_in_flight_keep_their_own_masks() -> None:
         assert losses == pytest.approx(one[0])
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, one[1][name], msg=name)
+
+
+def test_other_threads_draw_on() -> None:
+    """Their numbers are not taken back while a layer runs that is known to draw none."""
+    quiet = LayerRandomness(
+        device=torch.device("cpu"), seed=0, layer=1, rows=0, tensor=0, sequence=False, needed=False
+    )  # fmt: skip
+    np.random.seed(5)
+    expected = np.random.RandomState(5).rand(2).tolist()
+    quiet.begin((0, 0))
+    with quiet.watched():
+        pass
+    quiet.end()
+    found = []
+    for step in range(2):
+        quiet.begin((step, 0))
+        with quiet.watched():
+            found.append(np.random.rand())
+        quiet.end()
+    assert found == expected
+
+
+class _Late(nn.Module):
+    """Masks later in training."""
+
+    def forward(self, hidden: Tensor, step: int) -> Tensor:
+        return self._masked(hidden) if step > 1000 else hidden
+
+    def _masked(self, hidden: Tensor) -> Tensor:
+        return hidden * float(np.random.rand() < 0.5)
+
+
+def test_what_draws_later_is_seen_in_its_code() -> None:
+    assert draws_on_host([_Late()])
+    assert not draws_on_host(_model().get_submodule("model.decoder").modules())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import galvatron
 from galvatron.core.errors import GalvatronError, InvalidInput, PlanMismatch
+from galvatron.runtime import build
 
 _CASE = Case(config=config("bert"), stages=[["dp2", "tp2", "sdp2", "dp2"]], batch=4, micro_batches=2, steps=1)
 
@@ -100,6 +101,22 @@ def test_masks_of_each_head(family: str) -> None:
         else:
             assert all(isinstance(loss, float) for loss in one)
             assert all("'attention_mask' has a mask for each of 8 heads, which 'tp2' of layer" in why for why in two)
+
+
+def test_masks_of_pixels_are_none_of_heads() -> None:
+    """An image processor gives one for each image of a sample."""
+    build._check_masks({"pixel_attention_mask": (2, 16, 16), "attention_mask": (1, 8, 8)}, "tp2")
+    with pytest.raises(InvalidInput, match="each of 2 heads"):
+        build._check_masks({"decoder_attention_mask": (2, 8, 8)}, "tp2")
+
+
+def test_batches_that_want_gradients() -> None:
+    """Of a part on each rank they would be, and of copies not the user's own."""
+    batch = dict(batches(Case(config=config("vit"), stages=[["dp2"] * 4], batch=4))[0])
+    name = next(name for name, own in batch.items() if own.is_floating_point())
+    batch[name].requires_grad_()
+    found = ranks(2).run(_train, plan_for(Case(config=config("vit"), stages=[["dp2"] * 4], batch=4)), batch)
+    assert all(f"{name!r} requires a gradient" in str(why) for why in found)
 
 
 def test_arguments_of_another_kind() -> None:

@@ -28,7 +28,7 @@ from galvatron.runtime.data_parallel.replicated import ReplicatedUnit
 from galvatron.runtime.data_parallel.sharded import ShardedUnit, prefetch, shard_root
 from galvatron.runtime.data_parallel.shards import ParameterShard, TensorSplit, part_of
 from galvatron.runtime.data_parallel.units import LocalParameter, Unit
-from galvatron.runtime.drawing import draws
+from galvatron.runtime.drawing import draws, draws_on_host
 from galvatron.runtime.experts.dispatch import ExpertGroups, divide, in_experts
 from galvatron.runtime.float8 import to_float8
 from galvatron.runtime.fused_loss import fuse
@@ -227,6 +227,7 @@ class _Assembler:
             tensor=coordinate(self.position.index, strategy.factors(Kind.TP)),
             sequence=strategy.sequence_parallel,
             needed=draws(layer.drawing_modules()) or None,
+            on_host=draws_on_host(layer.drawing_modules()) or None,
         )
 
     # Tied weights

@@ -101,6 +101,11 @@ class Reader:
                 f"{', '.join(sorted(self._taken))}: leave it out"
             )
         for name, tensor in batch.items():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise InvalidInput(
+                    f"batch: {name!r} requires a gradient, which no rank would have as a whole; detach it, or make "
+                    "what computes it a part of the model"
+                )
             if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != expected:
                 given = f"{tensor.shape[0]} rows" if isinstance(tensor, Tensor) and tensor.ndim else _kind(tensor)
                 raise InvalidInput(

@@ -43,10 +43,13 @@ def build(plan: Plan, layered: LayeredModel, settings: ComputeSettings, weights:
     return _Builder(plan, layered, settings).build(weights)
 
 
+_MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
+
+
 def _check_masks(samples: Mapping[str, tuple[int, ...]], what: str) -> None:
     """Refuse masks of each head where heads are divided."""
     for name, shape in samples.items():
-        if name.endswith("attention_mask") and len(shape) == 3 and shape[0] > 1:  # heads, queries, keys
+        if name in _MASKS and len(shape) == 3 and shape[0] > 1:  # heads, queries, keys
             raise InvalidInput(
                 f"batch: {name!r} has a mask for each of {shape[0]} heads, which {what} divides over ranks; give one "
                 "mask for all heads, or a plan without TP"

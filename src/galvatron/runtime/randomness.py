@@ -24,17 +24,31 @@ from galvatron.core.errors import InvalidInput
 __all__ = ["LayerRandomness", "RandomState", "restored"]
 
 
+_HostState = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+def _host_state() -> _HostState:
+    """Of the generators of NumPy and Python."""
+    found: Any = np.random.get_state()
+    return found, random.getstate()
+
+
+def _set_host_state(state: _HostState) -> None:
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+
+
 @contextmanager
-def restored(device: torch.device) -> Iterator[None]:
-    """Leave the default generators as they were found, those of NumPy and Python too."""
+def restored(device: torch.device, *, host: bool = False) -> Iterator[None]:
+    """Leave the default generators as they were found; ``host``: those of NumPy and Python too."""
     devices = [device.index or 0] if device.type == "cuda" else []
-    of_numpy, of_python = np.random.get_state(), random.getstate()
+    found = _host_state() if host else None
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        if found is not None:
+            _set_host_state(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +76,10 @@ class LayerRandomness:
     needed: bool | None
     """Whether the layer draws in training; None: nothing in it says so, its first forward will show."""
 
-    _on_host: bool | None = None
-    """Whether it draws from the generators of NumPy or Python; None: its first forward will show."""
+    on_host: bool | None = None
+    """Whether it draws from the generators of NumPy or Python in training; None: its first forward will show."""
+    _found: _HostState | None = None
+    """How these were found, where the layer draws from them. Other threads may use them while none does."""
     _step: tuple[int, int] | None = None
     """Iteration and micro-batch; None while nothing is drawn."""
     _part: int = 0
@@ -74,14 +90,18 @@ class LayerRandomness:
         self._step = step if self.needed is not False else None
         self._part, self._ended = 0, False
         self.outside()
-        if step is not None and self._on_host is not False:
+        if step is not None and self.on_host is not False:
             number = self._number(step, 0, self._who_outside)
+            self._found = _host_state()
             np.random.seed(number % 2**32)
             random.seed(number)
 
     def end(self) -> None:
         """At the end of that forward: nothing of the layer runs until it begins again."""
         self._ended = True
+        if self._found is not None:
+            _set_host_state(self._found)
+            self._found = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -89,15 +109,15 @@ class LayerRandomness:
 
         Where it does under TP, ranks draw alike in split parts, too: nothing tells them where these begin.
         """
-        if self.needed is not None and self._on_host is not None:
+        if self.needed is not None and self.on_host is not None:
             yield
             return
-        before, on_host = self._generator().get_state(), _host_state()
+        before, on_host = self._generator().get_state(), _comparable(_host_state())
         yield
         if self.needed is None:
             self.needed = not torch.equal(before, self._generator().get_state())
-        if self._on_host is None:
-            self._on_host = on_host != _host_state()
+        if self.on_host is None:
+            self.on_host = on_host != _comparable(_host_state())
 
     def inside(self) -> None:
         """Entering a split part: every rank its own numbers."""
@@ -134,6 +154,6 @@ class LayerRandomness:
         return torch.default_generator
 
 
-def _host_state() -> tuple[Any, ...]:
-    kind, numbers, *rest = np.random.get_state()
-    return kind, np.asarray(numbers).tobytes(), *rest, random.getstate()
+def _comparable(state: _HostState) -> tuple[Any, ...]:
+    (kind, numbers, *rest), of_python = state
+    return kind, np.asarray(numbers).tobytes(), *rest, of_python

@@ -73,7 +73,7 @@ def split_difference(
 
 def _tried(model: nn.Module, training: Training, rules: TensorRules | None, *, sequence: bool) -> str | None:
     cpu = torch.device("cpu")
-    with restored(cpu), torch.enable_grad():
+    with restored(cpu, host=True), torch.enable_grad():
         try:
             small = _small(model, training)
             with suppress(*_FAILURES):  # some models compute in no other type than fp32

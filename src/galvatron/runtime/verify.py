@@ -104,7 +104,7 @@ def difference(
     ``model`` may be without weights if it is one of Hugging Face's; ``rules``: its own for tensor parallelism. Raises
     :class:`NotChecked` on every rank if there is nothing to compare.
     """
-    with restored(device), _exact(device), _groups_given_back():
+    with restored(device, host=True), _exact(device), _groups_given_back():
         trial = trial_of(model, plan, example, loss)
         answers, problem = None, None
         if dist.get_rank() == 0:

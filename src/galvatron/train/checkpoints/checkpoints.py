@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class Checkpoints:
     is logged at once, and raised on every rank by the next ``save``, ``load`` or ``finish``.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+    def __init__(self, folder: str | PathLike[str], keep: int = 3) -> None:
         """``keep``: how many steps stay; older ones are deleted when a new one is complete."""
-        if not isinstance(folder, str | Path) or not str(folder):
+        if not isinstance(folder, str | PathLike) or not str(folder):
             raise InvalidInput(f"folder: {folder!r} given; expected the one of the checkpoints, such as 'checkpoints'")
         if not isinstance(keep, int) or keep < 1:
             raise InvalidInput(f"keep: {keep!r} given; expected at least 1, the checkpoint just saved")
