@@ -4,6 +4,7 @@ strategy on two processes, compared with the stock model in one.
     python benchmarks/intake.py --workers 14                 # goes on where it stopped; a few minutes on 16 cores
     python benchmarks/intake.py --only MistralForCausalLM    # some of them, anew
     python benchmarks/intake.py --weights --only …           # weights from a folder, and exported: apart from the rest
+    python benchmarks/intake.py --narrow                     # a step in bf16 under three plans: apart from the rest
     python benchmarks/intake.py --report                     # the tables again, into docs/models.md
 
 Each architecture runs in a process group of its own, forked from this process, which has imported torch and
@@ -34,6 +35,7 @@ __all__ = ["main"]
 
 _RESULTS = Path(__file__).parent / "results" / "intake.jsonl"
 _WEIGHT_RESULTS = Path(__file__).parent / "results" / "intake_weights.jsonl"
+_NARROW_RESULTS = Path(__file__).parent / "results" / "intake_narrow.jsonl"
 _DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 _PAUSE_S = 0.05
 
@@ -60,14 +62,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="architectures at a time (each has two processes)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one architecture")
     parser.add_argument("--weights", action="store_true", help="load the stock model's folder and export it again")
+    parser.add_argument("--narrow", action="store_true", help="a step in bf16 under three plans")
     parser.add_argument("--output", type=Path, help="where results go")
     parser.add_argument("--document", type=Path, default=_DOCUMENT, help="where the tables go")
     parser.add_argument("--report", action="store_true", help="write the tables only")
     arguments = parser.parse_args()
-    arguments.output = arguments.output or (_WEIGHT_RESULTS if arguments.weights else _RESULTS)
+    apart = _WEIGHT_RESULTS if arguments.weights else _NARROW_RESULTS if arguments.narrow else None
+    arguments.output = arguments.output or apart or _RESULTS
     if not arguments.report:
         _run(arguments)
-    if arguments.report or not (arguments.only or arguments.weights):
+    if arguments.report or not (arguments.only or apart):
         write_report(read(arguments.output), arguments.document)
 
 
@@ -108,6 +112,7 @@ def _preload() -> None:
     import galvatron.measure.describe
     import galvatron.planner.plan.advice
     import galvatron.runtime.parallelize  # noqa: F401
+    import intake_narrow  # noqa: F401
     import intake_weights  # noqa: F401
 
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]  # it has threads of its own
@@ -123,7 +128,7 @@ def _start(name: str, arguments: argparse.Namespace) -> _Running:
         try:
             os.close(answer)
             os.setsid()
-            _child(name, own, weights=arguments.weights)
+            _child(name, own, arguments)
             status = 0
         finally:
             os._exit(status)
@@ -132,15 +137,17 @@ def _start(name: str, arguments: argparse.Namespace) -> _Running:
     return _Running(name, process, answer, time.monotonic() + arguments.timeout)
 
 
-def _child(name: str, answer: int, *, weights: bool) -> None:
+def _child(name: str, answer: int, arguments: argparse.Namespace) -> None:
     import warnings
 
     from intake_models import architectures
+    from intake_narrow import examine_narrow
     from intake_run import examine
     from intake_weights import examine_weights
 
     warnings.simplefilter("ignore")
-    row = (examine_weights if weights else examine)(architectures()[name])
+    work = examine_weights if arguments.weights else examine_narrow if arguments.narrow else examine
+    row = work(architectures()[name])
     with os.fdopen(answer, "w", encoding="utf-8") as pipe:
         pipe.write(json.dumps(row))
 
