@@ -1,4 +1,4 @@
-"""bf16 with one architecture of the intake, in a process of its own: a step under three plans is about as near to one
+"""bf16 with one architecture of the intake, in a process of its own: a step under four plans is about as near to one
 in fp32 as the stock model's in bf16.
 
 Where anything computes in another type than its weights have, fp32 shows nothing: there all types are one.
@@ -33,8 +33,8 @@ from intake_table import EQUAL, WRONG, read
 
 __all__ = ["NARROW_COLUMNS", "examine_narrow"]
 
-NARROW_COLUMNS = ("DP", "PP", "TP")
-"""With recompute and a fused loss; in two stages; with all split that can be."""
+NARROW_COLUMNS = ("DP", "SDP", "PP", "TP")
+"""With recompute and a fused loss; ZeRO-3 and ZeRO-2 by turns; in two stages; with all split that can be."""
 _ROWS = 8
 _OF_STOCK = 2.0
 """Times the stock model's own error: where sums are rounded is chance."""
@@ -83,7 +83,9 @@ def _columns(architecture: Architecture) -> dict[str, Outcome]:
     outcome = _tried(lambda: case.steps)
     if outcome.outcome != EQUAL:
         return dict.fromkeys(NARROW_COLUMNS, outcome)
-    plans = {"DP": case.copied, "PP": case.staged, "TP": lambda: case.split(architecture.name)}
+    plans = {
+        "DP": case.copied, "SDP": case.sharded, "PP": case.staged, "TP": lambda: case.split(architecture.name)
+    }  # fmt: skip
     return {name: _column(case, plan) for name, plan in plans.items()}
 
 
@@ -157,6 +159,10 @@ class _Narrow:
         layers = self.layered.layers
         switches = ["", *["+rc"] * (len(layers) - 2), "+fl" if layers[-1].projection else ""]
         return self._plan([[f"dp2{switch}" for switch in switches]])
+
+    def sharded(self) -> Plan:
+        turns = ["sdp2", "dp2+zero2"] * len(self.layered.layers)
+        return self._plan([turns[: len(self.layered.layers)]])
 
     def staged(self) -> Plan:
         count = len(self.layered.layers)
