@@ -4,7 +4,7 @@ strategy on two processes, compared with the stock model in one.
     python benchmarks/intake.py --workers 14                 # goes on where it stopped; a few minutes on 16 cores
     python benchmarks/intake.py --only MistralForCausalLM    # some of them, anew
     python benchmarks/intake.py --weights --only …           # weights from a folder, and exported: apart from the rest
-    python benchmarks/intake.py --narrow                     # a step in bf16 under four plans: apart from the rest
+    python benchmarks/intake.py --narrow                     # a step in bf16 under five plans: apart from the rest
     python benchmarks/intake.py --report                     # the tables again, into docs/models.md
 
 Each architecture runs in a process group of its own, forked from this process, which has imported torch and
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="architectures at a time (each has two processes)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for one architecture")
     parser.add_argument("--weights", action="store_true", help="load the stock model's folder and export it again")
-    parser.add_argument("--narrow", action="store_true", help="a step in bf16 under four plans")
+    parser.add_argument("--narrow", action="store_true", help="a step in bf16 under five plans")
     parser.add_argument("--output", type=Path, help="where results go")
     parser.add_argument("--document", type=Path, default=_DOCUMENT, help="where the tables go")
     parser.add_argument("--report", action="store_true", help="write the tables only")
