@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bf16_oracle import excess
 from longer import longer
 from oracle import Case, batches, stock_model, trained
 from parity import Trained, cluster_of, difference, run
@@ -95,6 +96,22 @@ _LLAMA = config("llama", vocab_size=64)
 )
 def test_trains_as_peft_does(stages: list[list[str]]) -> None:
     _check(_Adapted(config=_LLAMA, stages=stages, batch=4, micro_batches=2, clip=0.5))
+
+
+def _base(case: Any) -> nn.Module:
+    base: nn.Module = _peft(case).get_base_model()
+    return base
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [[["dp2+zero2", "tp2", "sdp2+rc", "tp2"]], longer([["single"] * 2, ["single"] * 2]), longer([["sdp2"] * 4])],
+)
+def test_in_bf16(stages: list[list[str]]) -> None:
+    """Adapters have masters in fp32; what is frozen is in bf16 alone."""
+    case = _Adapted(config=_LLAMA, stages=stages, batch=4, micro_batches=2, dtype=torch.bfloat16)
+    found = ranks(2).run(_train, case, _plan(case), batches(case))
+    assert excess(case, found, _base) is None
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
