@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import Case, batches
+from parity import plan_for
 from ranks import ranks
+from small_models import config
 from torch import Tensor, nn
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -23,6 +26,7 @@ from galvatron.core.spec import Attention, Training
 from galvatron.families.build import without_weights
 from galvatron.families.registry import layered_model
 from galvatron.runtime.drawing import draws_on_host
+from galvatron.runtime.pipeline import run
 from galvatron.runtime.randomness import LayerRandomness
 from galvatron.runtime.unpriced import facts_of, unpriced
 
@@ -120,6 +124,33 @@ def test_other_threads_draw_on() -> None:
             found.append(np.random.rand())
         quiet.end()
     assert found == expected
+
+
+def _beside(case: Case, plan: galvatron.Plan) -> list[float]:
+    """On a rank: what is drawn between layers while the model trains, as a loader's thread would."""
+    model = galvatron.parallelize(None, plan, device="cpu")
+    drawn: list[float] = []
+    stock = run.Pipeline._let_go
+
+    def let_go(pipeline: run.Pipeline) -> None:
+        drawn.append(np.random.rand())
+        stock(pipeline)
+
+    run.Pipeline._let_go = let_go  # type: ignore[method-assign]
+    try:
+        np.random.seed(5)
+        for batch in batches(case):
+            model.forward_backward(batch)
+    finally:
+        run.Pipeline._let_go = stock  # type: ignore[method-assign]
+    return drawn
+
+
+def test_an_iteration_takes_back_no_numbers() -> None:
+    case = Case(config=config("gpt2"), stages=[["single"] * 4], batch=2, micro_batches=2)
+    (drawn,) = ranks(1).run(_beside, case, plan_for(case))
+    assert len(drawn) == 4 * case.steps, "forward and backward of two micro-batches"
+    assert drawn == np.random.RandomState(5).rand(len(drawn)).tolist()
 
 
 class _Late(nn.Module):
