@@ -28,7 +28,6 @@ class Axis:
     degree: int
 
 
-_PARSES = "Strategy.parse('dp2-tp4')"
 _AXIS = rf"(?:{'|'.join(Kind)})[1-9][0-9]{{0,6}}"
 _AXES = rf"{_AXIS}(?:-{_AXIS})*"
 _WRITTEN = LAYER_SWITCHES[::-1]
@@ -54,7 +53,9 @@ class Strategy(LayerSwitches):
     def __post_init__(self) -> None:
         for given in (self.axes, self.experts):
             if not isinstance(given, tuple) or not all(isinstance(axis, Axis) for axis in given):
-                raise InvalidInput(f"strategy: {given!r} given as axes; expected a tuple of Axis, or {_PARSES}")
+                raise InvalidInput(
+                    f"strategy: {given!r} given as axes; expected a tuple of Axis, or Strategy.parse('dp2-tp4')"
+                )
 
     @cached_property
     def devices(self) -> int:
