@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -136,13 +137,10 @@ def _beside(case: Case, plan: galvatron.Plan) -> list[float]:
         drawn.append(np.random.rand())
         stock(pipeline)
 
-    run.Pipeline._let_go = let_go  # type: ignore[method-assign]
-    try:
-        np.random.seed(5)
+    np.random.seed(5)
+    with patch.object(run.Pipeline, "_let_go", let_go):
         for batch in batches(case):
             model.forward_backward(batch)
-    finally:
-        run.Pipeline._let_go = stock  # type: ignore[method-assign]
     return drawn
 
 
