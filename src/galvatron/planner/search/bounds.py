@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from galvatron.planner.cost import NEVER, Integers
 
-__all__ = ["Floats", "hull_multipliers"]
+__all__ = ["Floats", "few", "hull_multipliers"]
 
 Floats = NDArray[np.float64]
 
@@ -39,3 +39,8 @@ def hull_multipliers(time: Integers, memory: Integers) -> Floats:
         for (less, slow), (more, fast) in pairwise(hull):
             slopes.add((slow - fast) / (more - less))
     return np.array(sorted(slopes))
+
+
+def few(lams: Floats, most: int) -> Floats:
+    """At most so many of them, evenly spread: any multiplier gives a bound."""
+    return lams[:: -(-len(lams) // most)]

@@ -18,7 +18,7 @@ from galvatron.core.spec import LayerSpec, ModelSpec, Strategy
 from galvatron.planner.cost import NEVER, CostModel, Integers, StageCosts, Tables, held_bytes
 from galvatron.planner.cost.allowed import allowed
 from galvatron.planner.cost.arrays import Places
-from galvatron.planner.search.bounds import Floats, hull_multipliers
+from galvatron.planner.search.bounds import Floats, few, hull_multipliers
 from galvatron.planner.search.experts import Classes, ExpertChoices
 from galvatron.planner.search.thinning import undominated
 from galvatron.planner.space import Space
@@ -346,7 +346,7 @@ class Prices:
             return known
         rest, added = ((part.time[place], part.memory[place]) for part in self._own)
         points = [(plain.time[place][self._classes.rows], plain.memory[place][self._classes.rows])]
-        for lam in known[:: -(-len(known) // _FEW)]:
+        for lam in few(known, _FEW):
             best = _first_least(added[0] + lam * added[1], self._classes)[:, self._classes.class_of]
             together = (one + np.take_along_axis(other, best, axis=1) for one, other in zip(rest, added, strict=True))
             points.append(tuple(together))

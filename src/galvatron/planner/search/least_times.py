@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galvatron.planner.cost import NEVER, Integers
-from galvatron.planner.search.bounds import Floats
+from galvatron.planner.search.bounds import Floats, few
 from galvatron.planner.search.candidates import Candidates, CandidateTables
 from galvatron.planner.search.layers import Layers
 
@@ -19,10 +19,6 @@ __all__ = ["LeastTimes"]
 
 _MULTIPLIERS = 16
 """So many multipliers at most; more would hardly tighten the bounds."""
-
-
-def _thinned(lams: Floats) -> Floats:
-    return lams[:: -(-len(lams) // _MULTIPLIERS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ class LeastTimes:
                 self._candidates.prices(self._tables, np.array([in_flight_count])),
                 self._layers.counts_before,
             )
-            lams = _thinned(prices.multipliers(0))
+            lams = few(prices.multipliers(0), _MULTIPLIERS)
             priced: Floats = np.stack([prices.priced(lam)[0] for lam in lams]) @ before
             self._prefixes[in_flight_count] = _Prefixes(prices.transient[0], prices.memory[0] @ before, lams, priced)
         return self._prefixes[in_flight_count]

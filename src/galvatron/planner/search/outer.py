@@ -19,7 +19,7 @@ import numpy as np
 from galvatron.core.errors import InvalidInput
 from galvatron.core.spec import Strategy
 from galvatron.planner.cost import NEVER, Integers, Pace
-from galvatron.planner.search.bounds import Floats
+from galvatron.planner.search.bounds import Floats, few
 from galvatron.planner.search.candidates import Candidates, CandidateTables, Prices
 from galvatron.planner.search.combination import Candidate, Combination, Solved
 from galvatron.planner.search.cuts import CutRule, balanced_cuts
@@ -52,6 +52,8 @@ _Item = TypeVar("_Item")
 _AHEAD, _SMALL = 16, 50_000
 """Combinations priced ahead, and entries of their tables: for small tables numpy takes as long as for one of them."""
 _TablesOf = Callable[[Integers, Integers], CandidateTables]
+_MULTIPLIERS = 12
+"""So many at most in the first bounds, which all combinations get."""
 _TIGHT = 6
 """A budget is tight below so many times what devices hold at least: most combinations then do not fit, which their
 memory shows for less work than their prices."""
@@ -354,8 +356,7 @@ class Search:
         room = room - prices.memory @ counts  # prices apply to what is above the least, to keep them accurate
         together = -(-counts // degree)
         room_together = self.problem.budget - transient - prices.memory * together
-        lams = prices.multipliers(len(pairs) // 2)
-        lams = lams[:: -(-len(lams) // 12)]
+        lams = few(prices.multipliers(len(pairs) // 2), _MULTIPLIERS)
         total = np.full(len(pairs), -np.inf)
         slowest = prices.time.max(axis=1).astype(np.float64)
         for lam in lams:
