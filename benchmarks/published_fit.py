@@ -9,6 +9,7 @@ kernel. The two figures of memory traffic are the same for all: seven numbers.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -91,4 +92,5 @@ def report(runs: Sequence[Run]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(report(read_runs()))
